@@ -1,0 +1,8 @@
+"""The only place that sends bytes."""
+
+from tilewise.comm.chain import Chain
+from tilewise.comm.exchange import Exchange, Pending
+from tilewise.comm.mesh import Group, Mesh
+from tilewise.comm.trace import Event, Trace
+
+__all__ = ["Chain", "Event", "Exchange", "Group", "Mesh", "Pending", "Trace"]

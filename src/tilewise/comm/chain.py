@@ -1,0 +1,48 @@
+"""A thread through all that communicates, so that backward meets it in one order on all ranks.
+
+Autograd runs what it needs, in the order in which it was recorded. A rank whose loss ignores a
+branch would not send the messages that the others wait for. So every communicating node takes a
+token from the one before it and hands one on, and the last token is tied to the outputs: whoever
+runs backward from any output passes all nodes, in reverse order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class Chain:
+    """The token of one forward pass."""
+
+    def __init__(self, token: Tensor | None = None) -> None:
+        self.token = token
+
+    def start(self, device: torch.device | None = None) -> None:
+        """Begin a pass whose communicating nodes need gradients."""
+        self.token = torch.zeros((), device=device, requires_grad=True)
+
+    def tie(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Make whoever runs backward from one of these pass the whole chain."""
+        if self.token is None or not self.token.requires_grad:
+            return tensors
+        return tuple(
+            _Tie.apply(tensor, self.token) if tensor.requires_grad else tensor for tensor in tensors
+        )
+
+
+class _Tie(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, token: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.token = (token.dtype, token.device)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        dtype, device = ctx.token
+        return grad, torch.zeros((), dtype=dtype, device=device)

@@ -1,0 +1,203 @@
+"""The ranks that share one split, and the groups among them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from tilewise.comm.trace import Trace
+from tilewise.errors import CommError, MismatchError
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some of a mesh's ranks, in mesh numbers, and the process group that joins them."""
+
+    ranks: tuple[int, ...]
+    handle: Any
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class Mesh:
+    """Ranks 0 … size−1 over a torch.distributed process group.
+
+    Args:
+        ranks: the world's ranks that take part, in mesh order; all of them by default. Every rank
+            named here must build the mesh, and no other rank needs to.
+    """
+
+    def __init__(self, ranks: Sequence[int] | None = None) -> None:
+        self.trace = Trace()
+        self._groups: dict[tuple[int, ...], Group] = {}
+        self._next_tag = 0
+        if not dist.is_available() or not dist.is_initialized():
+            if ranks is not None and tuple(ranks) != (0,):
+                raise MismatchError(
+                    f"mesh: ranks {tuple(ranks)} need torch.distributed; call "
+                    "init_process_group first, or start under torchrun"
+                )
+            self.world_ranks: tuple[int, ...] = (0,)
+            self.rank = 0
+            return
+        world = dist.get_world_size()
+        self.world_ranks = tuple(range(world)) if ranks is None else tuple(ranks)
+        if len(set(self.world_ranks)) != len(self.world_ranks) or not all(
+            0 <= rank < world for rank in self.world_ranks
+        ):
+            raise MismatchError(
+                f"mesh: ranks {self.world_ranks} must be distinct ranks of the world of {world}"
+            )
+        me = dist.get_rank()
+        if me not in self.world_ranks:
+            raise MismatchError(
+                f"mesh: rank {me} builds a mesh of {self.world_ranks} that it is not part of"
+            )
+        self.rank = self.world_ranks.index(me)
+        whole = tuple(range(self.size))
+        handle = dist.group.WORLD if self.world_ranks == tuple(range(world)) else self._open(whole)
+        self._groups[whole] = Group(whole, handle)
+
+    @property
+    def size(self) -> int:
+        return len(self.world_ranks)
+
+    def group(self, ranks: Sequence[int] | None = None) -> Group:
+        """Return the group of some mesh ranks, this one among them, opened once.
+
+        All of them must ask for their common groups in the same order.
+        """
+        key = tuple(range(self.size)) if ranks is None else tuple(ranks)
+        if key not in self._groups:
+            self._groups[key] = Group(key, self._open(key) if len(key) > 1 else None)
+        return self._groups[key]
+
+    def tag(self) -> int:
+        """Return the next message tag. Every rank asks for tags in the same order."""
+        self._next_tag += 1
+        return self._next_tag
+
+    def send(self, buffer: torch.Tensor, peer: int, *, tag: int, layer: str) -> Any:
+        """Start sending a contiguous buffer, which must stay untouched until it is waited for."""
+        self.trace.add("send", layer, (peer,), buffer.numel() * buffer.element_size())
+        with self._named("send", layer, (peer,)):
+            return dist.isend(buffer, self.world_ranks[peer], group=self.group().handle, tag=tag)
+
+    def receive(self, buffer: torch.Tensor, peer: int, *, tag: int, layer: str) -> Any:
+        """Start receiving into a contiguous buffer."""
+        with self._named("receive", layer, (peer,)):
+            return dist.irecv(buffer, self.world_ranks[peer], group=self.group().handle, tag=tag)
+
+    def wait(self, work: Any, operation: str, *, peer: int, layer: str) -> None:
+        """Wait for a send or receive."""
+        with self._named(operation, layer, (peer,)):
+            work.wait()
+
+    def sum(self, buffer: torch.Tensor, group: Group, *, layer: str, wait: bool = True) -> Any:
+        """Sum a contiguous buffer in place over a group; returns the work when not waited for."""
+        self.trace.add("sum", layer, group.ranks, buffer.numel() * buffer.element_size())
+        with self._named("sum", layer, group.ranks):
+            work = dist.all_reduce(buffer, group=group.handle, async_op=not wait)
+        return work
+
+    def finish(self, work: Any, group: Group, *, layer: str) -> None:
+        """Wait for a sum that was started."""
+        with self._named("sum", layer, group.ranks):
+            work.wait()
+
+    def agree(self, what: str, facts: object = None, *, error: str | None = None) -> None:
+        """Raise the same error on all ranks unless all of them bring the same facts and no error.
+
+        Communication: one all-reduce of two numbers when all is well.
+        """
+        if self.size == 1:
+            if error is not None:
+                raise MismatchError(f"{what}: {error}")
+            return
+        mine = repr(facts) if error is None else f"\0{error}"
+        digest = int.from_bytes(hashlib.blake2b(mine.encode(), digest_size=7).digest(), "big")
+        extremes = torch.tensor([digest, -digest, int(error is not None)], dtype=torch.int64)
+        group = self.group()
+        with self._named("agree", what, group.ranks):
+            dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group.handle)
+        high, low, failed = extremes.tolist()
+        if high == -low and not failed:
+            return
+        said: list[Any] = [None] * self.size
+        with self._named("agree", what, group.ranks):
+            dist.all_gather_object(said, (error, repr(facts)), group=group.handle)
+        raise MismatchError(f"{what}: {_difference(said)}")
+
+    def close(self) -> None:
+        """Destroy the process groups that this mesh opened."""
+        for group in self._groups.values():
+            if group.handle not in (None, dist.group.WORLD):
+                dist.destroy_process_group(group.handle)
+        self._groups.clear()
+
+    def _open(self, ranks: tuple[int, ...]) -> Any:
+        world_ranks = [self.world_ranks[rank] for rank in ranks]
+        with _names_by_members():
+            return dist.new_group(world_ranks, use_local_synchronization=True)
+
+    @contextmanager
+    def _named(self, operation: str, layer: str, peers: tuple[int, ...]) -> Iterator[None]:
+        """Turn an engine's failure into an error that says what it was about."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, (CommError, MismatchError)):
+                raise
+            others = [rank for rank in peers if rank != self.rank]
+            names = f"rank {others[0]}" if len(others) == 1 else f"ranks {others}"
+            raise CommError(
+                f"{operation} of {layer}: no answer from {names} on rank {self.rank}; the peer "
+                f"died, stopped, or took another path through the model ({error})"
+            ) from error
+
+
+_opened: Counter[tuple[int, ...]] = Counter()
+
+
+@contextmanager
+def _names_by_members() -> Iterator[None]:
+    """Name new groups by their members and how often these have met before.
+
+    torch puts the number of groups that the *local* process has into the name under which members
+    find each other, so ranks with different histories never meet (seen with torch 2.13).
+    """
+
+    def name(ranks: list[int]) -> str:
+        key = tuple(sorted(ranks))
+        _opened[key] += 1
+        return f"tilewise/{'_'.join(map(str, key))}/{_opened[key]}"
+
+    original = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = name
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = original
+
+
+def _difference(said: list[tuple[str | None, str]]) -> str:
+    errors = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(said) if error]
+    if errors:
+        return "; ".join(errors)
+    values: dict[str, list[int]] = {}
+    for rank, (_, facts) in enumerate(said):
+        values.setdefault(facts, []).append(rank)
+    return "ranks disagree: " + "; ".join(
+        f"{facts} on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+        for facts, ranks in values.items()
+    )

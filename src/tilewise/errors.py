@@ -1,0 +1,31 @@
+"""The errors a user can meet. Each message names the place, the value, the rule and the way out."""
+
+from __future__ import annotations
+
+
+class TilewiseError(Exception):
+    """The base of every error raised on purpose."""
+
+
+class LayoutError(TilewiseError, ValueError):
+    """Degrees or shapes that cannot describe a split."""
+
+
+class OperatorError(TilewiseError, ValueError):
+    """An operator's arguments are illegal, as they would be on one device."""
+
+
+class PlanError(TilewiseError, ValueError):
+    """A plan asks a layer for something that the layer does not have."""
+
+
+class CaptureError(TilewiseError, ValueError):
+    """A model cannot be captured."""
+
+
+class MismatchError(TilewiseError, RuntimeError):
+    """Ranks disagree about what they are about to do; raised on all of them."""
+
+
+class CommError(TilewiseError, RuntimeError):
+    """A peer died or did not answer in time."""

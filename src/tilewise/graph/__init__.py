@@ -1,0 +1,1 @@
+"""From a model to a parallel model: capture, graph, lower."""

@@ -1,0 +1,80 @@
+"""A layer's split is six integers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields, replace
+from math import prod
+
+from tilewise.errors import LayoutError
+
+_TERM = re.compile(r"([a-z])([0-9]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """How many parts each of sample, depth, height, width, channel and filter is cut into.
+
+    Written `n2 h4` or `c2 f4`; `1` or an empty string is not split. The fields stand in rank
+    order, slowest to fastest.
+    """
+
+    n: int = 1
+    d: int = 1
+    h: int = 1
+    w: int = 1
+    c: int = 1
+    f: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or value < 1:
+                raise LayoutError(
+                    f"degrees: {field.name} (={value!r}) must be a whole number of at least 1"
+                )
+
+    @classmethod
+    def parse(cls, text: str | Degrees) -> Degrees:
+        """Read degrees such as `n2 h4`; the order of the terms does not matter."""
+        if isinstance(text, Degrees):
+            return text
+        found: dict[str, int] = {}
+        for term in text.split():
+            if term == "1":
+                continue
+            match = _TERM.fullmatch(term)
+            if match is None or match[1] not in "ncfdhw":
+                raise LayoutError(
+                    f"degrees: {term!r} in {text!r} is not one of n c f d h w followed by a "
+                    "number, such as 'n2 h4'"
+                )
+            if match[1] in found:
+                raise LayoutError(f"degrees: {match[1]} stands twice in {text!r}")
+            found[match[1]] = int(match[2])
+        return cls(**found)
+
+    @property
+    def product(self) -> int:
+        """The number of ranks that hold distinct work."""
+        return prod(value for _, value in self.items())
+
+    def items(self) -> tuple[tuple[str, int], ...]:
+        """Return (name, degree) in rank order, slowest to fastest."""
+        return tuple((field.name, getattr(self, field.name)) for field in fields(self))
+
+    def replicas(self, ranks: int) -> int:
+        """Return how many replicas `ranks` ranks hold of each part."""
+        if ranks % self.product:
+            raise LayoutError(
+                f"degrees '{self}': their product (={self.product}) must divide the number of "
+                f"ranks (={ranks})"
+            )
+        return ranks // self.product
+
+    def with_(self, **changes: int) -> Degrees:
+        """Return a copy with some degrees replaced."""
+        return replace(self, **changes)
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}{value}" for name, value in self.items() if value > 1) or "1"

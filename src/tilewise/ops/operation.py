@@ -1,0 +1,129 @@
+"""What every split operator is: bring operands, compute locally, finish partial results.
+
+    operand ──exchange──▶ needs ──local──▶ gives ──exchange──▶ out
+
+All communication of an operator is declared here, so that it can be counted without running it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tilewise.comm import Chain, Exchange, Mesh
+from tilewise.layout import PARTIAL, Axes, Axis, Cover, Layout
+
+Step = Callable[[Tensor], Tensor]
+Local = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Need:
+    """What an operand must be brought to; `fill` stands past the tensor's edge."""
+
+    cover: Cover
+    fill: float = 0.0
+
+    @classmethod
+    def of(cls, where: Layout | Cover, fill: float = 0.0) -> Need:
+        return cls(Cover.of(where) if isinstance(where, Layout) else where, fill)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operator, split.
+
+    Args:
+        needs: for each tensor operand, what it must be brought to. An axis along which ranks use
+            the operand for different results is marked PARTIAL: its gradient is summed there.
+        local: computes this rank's results from the brought operands. Its first argument is the
+            list of inner exchanges, ready to call.
+        gives: what `local` returns; an axis along which results are partial sums is PARTIAL.
+        outs: the layouts of the results once finished.
+        inner: exchanges in the middle of the local work, as (source, target).
+    """
+
+    needs: tuple[Need, ...]
+    local: Local
+    gives: tuple[Cover, ...]
+    outs: tuple[Layout, ...]
+    inner: tuple[tuple[Cover, Cover], ...] = ()
+
+    @property
+    def out(self) -> Layout:
+        """The layout of the only result."""
+        (out,) = self.outs
+        return out
+
+    def bind(self, mesh: Mesh, sources: Sequence[Layout | Cover], *, layer: str) -> Bound:
+        """Make ready for operands that lie as `sources` say."""
+        return Bound(self, mesh, sources, layer)
+
+
+class Bound:
+    """An operation on a mesh: call it with this rank's operands."""
+
+    def __init__(
+        self, operation: Operation, mesh: Mesh, sources: Sequence[Layout | Cover], layer: str
+    ) -> None:
+        self.operation = operation
+        self.layer = layer
+        self.brings = [
+            Exchange(mesh, source, need.cover, layer=layer, fill=need.fill)
+            for source, need in zip(sources, operation.needs, strict=True)
+        ]
+        self.inner = [Exchange(mesh, *ends, layer=layer) for ends in operation.inner]
+        self.finishes = [
+            Exchange(mesh, given, out, layer=layer)
+            for given, out in zip(operation.gives, operation.outs, strict=True)
+        ]
+
+    def __call__(self, *operands: Tensor, chain: Chain | None = None) -> Any:
+        """Run on local operands; returns one tensor, or a tuple where there are several."""
+        brought = [
+            bring(operand, chain) for bring, operand in zip(self.brings, operands, strict=True)
+        ]
+        inner = [lambda tensor, via=via: via(tensor, chain) for via in self.inner]
+        results = self.operation.local(inner, *brought)
+        if isinstance(results, Tensor):
+            return self.finishes[0](results, chain)
+        return tuple(
+            finish(result, chain) for finish, result in zip(self.finishes, results, strict=True)
+        )
+
+
+def shared(axes: Sequence[Axis], keep: dict[int, int]) -> Axes:
+    """Return the axes of an operand of work that `axes` split.
+
+    `keep` maps a dim of the work to the operand's dim that is cut with it. Along all other dims
+    the ranks use the same part of the operand for different results: PARTIAL.
+    """
+    return Axes(
+        Axis(axis.size, keep.get(axis.dim, PARTIAL) if axis.dim >= 0 else axis.dim) for axis in axes
+    )
+
+
+def tied_zeros(shape: Sequence[int], *tensors: Tensor) -> Tensor:
+    """Return zeros that depend on `tensors`, with zero gradients.
+
+    A rank with nothing to compute still takes part in every message of backward.
+    """
+    out: Tensor = _TiedZeros.apply(tuple(shape), *tensors)
+    return out
+
+
+class _TiedZeros(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shape: tuple[int, ...], *tensors: Tensor) -> Tensor:
+        ctx.shapes = [tensor.shape for tensor in tensors]
+        return tensors[0].new_zeros(shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(grad.new_zeros(shape) for shape in ctx.shapes)

@@ -1,0 +1,1 @@
+"""Which layer is split how."""
