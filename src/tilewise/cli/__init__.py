@@ -1,8 +1,5 @@
-"""The command line."""
+"""The command line: one file for each verb."""
 
-from __future__ import annotations
+from tilewise.cli.app import main
 
-
-def main() -> None:
-    """Run the `tilewise` command."""
-    raise SystemExit(2)
+__all__ = ["main"]

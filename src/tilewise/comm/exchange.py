@@ -7,7 +7,6 @@ start ──▶ messages travel ──▶ finish
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from tilewise.comm.chain import Chain
 from tilewise.comm.mesh import Group, Mesh
 from tilewise.errors import CommError
-from tilewise.layout import PARTIAL, Cover, Layout, Message, Move
+from tilewise.layout import Cover, Layout, Message, Move
 
 
 class Exchange:
@@ -65,7 +64,12 @@ class Exchange:
         """Exchange and record the adjoint; `chain` orders it among the other messages."""
         if self.silent:
             return tensor
-        if chain is None or chain.token is None or not torch.is_grad_enabled():
+        if (
+            chain is None
+            or chain.token is None
+            or not torch.is_grad_enabled()
+            or not tensor.requires_grad
+        ):
             out: Tensor = _ExchangeFunction.apply(tensor, None, self)[0]
             return out
         out, chain.token = _ExchangeFunction.apply(tensor, chain.token, self)
@@ -78,8 +82,9 @@ class _ExchangeFunction(torch.autograd.Function):
         ctx: Any, tensor: Tensor, token: Tensor | None, exchange: Exchange
     ) -> tuple[Tensor, Tensor | None]:
         ctx.exchange = exchange
-        out = exchange.start(tensor.detach()).finish()
-        if out is tensor or out.data_ptr() == tensor.data_ptr():
+        ctx.differentiable = tensor.is_floating_point() or tensor.is_complex()
+        out = exchange.start(tensor).finish()
+        if out.data_ptr() == tensor.data_ptr():
             out = out.clone()
         return out, None if token is None else token.clone()
 
@@ -87,7 +92,9 @@ class _ExchangeFunction(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad: Tensor, token: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None]:
+        if not ctx.differentiable:
+            return None, token, None
         return ctx.exchange.start_adjoint(grad).finish(), token, None
 
 
@@ -106,15 +113,15 @@ class _Way:
         self.receives: list[Message] = []
         if self.still:
             return
-        if move.source.same_blocks(move.target):
-            self.group = mesh.group(_sharers(move.source, rank))
+        if move.stays:
+            self.group = mesh.group(move.source.sharers(rank))
             return
         self.sends = [message for message in move.sends(rank) if message.peer != rank]
         self.receives = move.receives(rank)
         self.adds = not move.source.disjoint
-        self.covered = not self.adds and all(
-            move.target.block(rank, dim).filled for dim in range(len(self.out_shape))
-        )
+        arriving = sum(message.elements for message in self.receives)
+        self.covered = not self.adds and arriving == prod(self.out_shape)
+        self.inside = move.target.boxes(rank)
 
     @property
     def elements_sent(self) -> int:
@@ -129,72 +136,132 @@ class _Way:
                 f"exchange of {self.layer}: rank {self.mesh.rank} brings a slab of shape "
                 f"{tuple(tensor.shape)}, its layout says {self.in_shape}"
             )
+        tensor = tensor.detach()
         if self.still:
-            return Pending(self, tensor, [], [])
+            return Pending(self, tensor)
         if self.group is not None:
-            buffer = tensor.clone(memory_format=torch.contiguous_format)
-            if self.group.size == 1 or not buffer.numel():
-                return Pending(self, buffer, [], [])
-            work = self.mesh.sum(buffer, self.group, layer=self.layer, wait=False)
-            return Pending(self, buffer, [], [work])
+            return self._start_sum(tensor, self.group)
+        tag = self.tag * _KINDS + _KIND.get(tensor.dtype, _KINDS - 1)
         incoming: list[tuple[Message, Tensor | None, Any]] = []
         for message in self.receives:
             if message.peer == self.mesh.rank:
                 incoming.append((message, None, None))
                 continue
             buffer = tensor.new_empty(message.elements)
-            work = self.mesh.receive(buffer, message.peer, tag=self.tag, layer=self.layer)
+            work = self.mesh.receive(buffer, message.peer, tag=tag, layer=self.layer)
             incoming.append((message, buffer, work))
-        outgoing = []
+        outgoing: list[tuple[Message, Tensor, Any]] = []
         for message in self.sends:
             buffer = _pack(tensor, message)
-            work = self.mesh.send(buffer, message.peer, tag=self.tag, layer=self.layer)
+            work = self.mesh.send(buffer, message.peer, tag=tag, layer=self.layer)
             outgoing.append((message, buffer, work))
         return Pending(self, tensor, incoming, outgoing)
 
+    def _start_sum(self, tensor: Tensor, group: Group) -> Pending:
+        # Ranks may differ in memory format, so all of them sum in the same order of elements.
+        buffer = tensor.clone(memory_format=torch.contiguous_format)
+        work = self.mesh.sum(buffer, group, layer=self.layer, wait=False)
+        return Pending(self, tensor, total=buffer, work=work)
+
 
 class Pending:
-    """Messages under way."""
+    """Messages under way. The tensor they come from must not change before they are finished."""
 
     def __init__(
         self,
         way: _Way,
         tensor: Tensor,
-        incoming: list[tuple[Message, Tensor | None, Any]],
-        outgoing: Sequence[Any],
+        incoming: Sequence[tuple[Message, Tensor | None, Any]] = (),
+        outgoing: Sequence[tuple[Message, Tensor, Any]] = (),
+        *,
+        total: Tensor | None = None,
+        work: Any = None,
     ) -> None:
         self.way, self.tensor, self.incoming, self.outgoing = way, tensor, incoming, outgoing
+        self.total, self.work = total, work
+        self.version = _version(tensor)
+        self.finished = False
 
     def finish(self) -> Tensor:
-        """Wait for all messages and return this rank's part of the target."""
+        """Wait for all messages and return this rank's part of the target; call it once."""
         way = self.way
-        mesh = way.mesh
+        if self.finished:
+            raise CommError(f"exchange of {way.layer}: finished twice; start it again")
+        self.finished = True
         if way.still:
             return self.tensor
-        if way.group is not None:
-            for work in self.outgoing:
-                mesh.finish(work, way.group, layer=way.layer)
-            return self.tensor
+        if way.group is not None and self.total is not None:
+            way.mesh.finish(self.work, way.group, layer=way.layer)
+            return self.total.contiguous(memory_format=_memory_format(self.tensor))
+        return self._collect()
+
+    def _collect(self) -> Tensor:
+        way = self.way
         out = _allocate(self.tensor, way)
         for message, buffer, work in self.incoming:
             if work is not None:
-                mesh.wait(work, "receive", peer=message.peer, layer=way.layer)
+                way.mesh.wait(work, "receive", peer=message.peer, layer=way.layer)
             _unpack(out, message, buffer, self.tensor, add=way.adds)
         for message, _, work in self.outgoing:
-            mesh.wait(work, "send", peer=message.peer, layer=way.layer)
+            way.mesh.wait(work, "send", peer=message.peer, layer=way.layer)
+        if _version(self.tensor) != self.version:
+            raise CommError(
+                f"exchange of {way.layer}: its slab was changed in place on rank {way.mesh.rank} "
+                "while it was being sent; finish the exchange first, or start it with a copy"
+            )
+        self.incoming = self.outgoing = ()
         return out
 
 
+# A message's tag carries the dtype: a rank that brings another one than its peer does must not
+# meet it, for gloo would fill a part of the buffer and say nothing.
+_KINDS = 16
+_KIND = {
+    dtype: kind
+    for kind, dtype in enumerate(
+        (
+            torch.float32,
+            torch.float64,
+            torch.bfloat16,
+            torch.float16,
+            torch.int64,
+            torch.int32,
+            torch.int16,
+            torch.int8,
+            torch.uint8,
+            torch.bool,
+            torch.complex64,
+            torch.complex128,
+        )
+    )
+}
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _memory_format(tensor: Tensor) -> torch.memory_format:
+    for ndim, format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if (
+            tensor.dim() == ndim
+            and tensor.is_contiguous(memory_format=format)
+            and not tensor.is_contiguous()
+        ):
+            return format
+    return torch.contiguous_format
+
+
 def _allocate(like: Tensor, way: _Way) -> Tensor:
-    format = torch.contiguous_format
-    if like.dim() == 4 and not like.is_contiguous():
-        format = torch.channels_last
-    elif like.dim() == 5 and not like.is_contiguous():
-        format = torch.channels_last_3d
-    if format is not torch.contiguous_format and not like.is_contiguous(memory_format=format):
-        format = torch.contiguous_format
+    format = _memory_format(like)
     out = torch.empty(way.out_shape, dtype=like.dtype, device=like.device, memory_format=format)
-    return out if way.covered else out.fill_(0.0 if way.adds else way.fill)
+    if way.covered:
+        return out
+    out.fill_(way.fill)
+    if way.fill:
+        for box in way.inside:
+            out[box] = 0
+    return out
 
 
 def _pack(tensor: Tensor, message: Message) -> Tensor:
@@ -216,13 +283,3 @@ def _unpack(
             out[transfer.target] += part
         else:
             out[transfer.target] = part
-
-
-def _sharers(cover: Cover, rank: int) -> list[int]:
-    """List the ranks that hold partial sums of the same block as `rank`."""
-    digits = cover.axes.digits(rank)
-    choices = [
-        range(axis.size) if axis.dim == PARTIAL else (digit,)
-        for axis, digit in zip(cover.axes, digits)
-    ]
-    return [cover.axes.rank(choice) for choice in product(*choices)]

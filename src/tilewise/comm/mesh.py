@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,7 +32,10 @@ class Group:
 
 
 class Mesh:
-    """Ranks 0 … size−1 over a torch.distributed process group.
+    """Ranks 0 … size−1 over process groups of their own.
+
+    Nothing that others send, be it another mesh or the user's own messages in the world's group,
+    can meet this mesh's messages. The groups have the timeout that init_process_group was given.
 
     Args:
         ranks: the world's ranks that take part, in mesh order; all of them by default. Every rank
@@ -64,9 +69,14 @@ class Mesh:
                 f"mesh: rank {me} builds a mesh of {self.world_ranks} that it is not part of"
             )
         self.rank = self.world_ranks.index(me)
-        whole = tuple(range(self.size))
-        handle = dist.group.WORLD if self.world_ranks == tuple(range(world)) else self._open(whole)
-        self._groups[whole] = Group(whole, handle)
+        self.group()
+
+    @classmethod
+    def alone(cls) -> Mesh:
+        """Return a mesh of this process only: one device."""
+        if dist.is_available() and dist.is_initialized():
+            return cls((dist.get_rank(),))
+        return cls()
 
     @property
     def size(self) -> int:
@@ -105,6 +115,8 @@ class Mesh:
 
     def sum(self, buffer: torch.Tensor, group: Group, *, layer: str, wait: bool = True) -> Any:
         """Sum a contiguous buffer in place over a group; returns the work when not waited for."""
+        if group.size == 1 or not buffer.numel():
+            return None
         self.trace.add("sum", layer, group.ranks, buffer.numel() * buffer.element_size())
         with self._named("sum", layer, group.ranks):
             work = dist.all_reduce(buffer, group=group.handle, async_op=not wait)
@@ -112,6 +124,8 @@ class Mesh:
 
     def finish(self, work: Any, group: Group, *, layer: str) -> None:
         """Wait for a sum that was started."""
+        if work is None:
+            return
         with self._named("sum", layer, group.ranks):
             work.wait()
 
@@ -135,20 +149,22 @@ class Mesh:
             return
         said: list[Any] = [None] * self.size
         with self._named("agree", what, group.ranks):
-            dist.all_gather_object(said, (error, repr(facts)), group=group.handle)
-        raise MismatchError(f"{what}: {_difference(said)}")
+            dist.all_gather_object(said, (self.rank, error, repr(facts)), group=group.handle)
+        raise MismatchError(f"{what}: {_difference(sorted(said))}")
 
     def close(self) -> None:
         """Destroy the process groups that this mesh opened."""
         for group in self._groups.values():
-            if group.handle not in (None, dist.group.WORLD):
+            if group.handle is not None:
                 dist.destroy_process_group(group.handle)
         self._groups.clear()
 
     def _open(self, ranks: tuple[int, ...]) -> Any:
         world_ranks = [self.world_ranks[rank] for rank in ranks]
-        with _names_by_members():
-            return dist.new_group(world_ranks, use_local_synchronization=True)
+        with self._named("open", "mesh", ranks), _names_by_members():
+            return dist.new_group(
+                world_ranks, timeout=_timeout(), use_local_synchronization=True, **_KEEP_ORDER
+            )
 
     @contextmanager
     def _named(self, operation: str, layer: str, peers: tuple[int, ...]) -> Iterator[None]:
@@ -164,6 +180,23 @@ class Mesh:
                 f"{operation} of {layer}: no answer from {names} on rank {self.rank}; the peer "
                 f"died, stopped, or took another path through the model ({error})"
             ) from error
+
+
+# Sums must add in mesh order for replicas to be bitwise equal; older versions sort by world rank.
+_KEEP_ORDER: dict[str, Any] = (
+    {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
+)
+
+
+def _timeout() -> timedelta | None:
+    """Return the timeout of the world's group; torch gives new groups its default instead."""
+    world = distributed_c10d._get_default_group()
+    for device in world._device_types:
+        options = getattr(world._get_backend(device), "options", None)
+        timeout: timedelta | None = getattr(options, "_timeout", None)
+        if timeout is not None:
+            return timeout
+    return None
 
 
 _opened: Counter[tuple[int, ...]] = Counter()
@@ -190,14 +223,20 @@ def _names_by_members() -> Iterator[None]:
         distributed_c10d._hash_ranks_to_str = original
 
 
-def _difference(said: list[tuple[str | None, str]]) -> str:
-    errors = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(said) if error]
+def _difference(said: list[tuple[int, str | None, str]]) -> str:
+    errors = _who_says([(rank, error) for rank, error, _ in said if error is not None])
     if errors:
-        return "; ".join(errors)
-    values: dict[str, list[int]] = {}
-    for rank, (_, facts) in enumerate(said):
-        values.setdefault(facts, []).append(rank)
-    return "ranks disagree: " + "; ".join(
-        f"{facts} on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
-        for facts, ranks in values.items()
-    )
+        return "; ".join(f"{who}: {error}" for error, who in errors.items())
+    values = _who_says([(rank, facts) for rank, _, facts in said])
+    return "ranks disagree: " + "; ".join(f"{facts} on {who}" for facts, who in values.items())
+
+
+def _who_says(said: list[tuple[int, str]]) -> dict[str, str]:
+    """Return for each text the ranks that say it, in words."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in said:
+        ranks.setdefault(text, []).append(rank)
+    return {
+        text: f"{'rank' if len(some) == 1 else 'ranks'} {', '.join(map(str, some))}"
+        for text, some in ranks.items()
+    }

@@ -1,1 +1,24 @@
-"""From a model to a parallel model: capture, graph, lower."""
+"""From a model to a parallel model: capture, plan, lower."""
+
+from tilewise.graph.captured import Graph, capture
+from tilewise.graph.clip import clip_grad_norm_
+from tilewise.graph.parallel import ParallelModel, as_plan, parallelize
+from tilewise.graph.state import (
+    Block,
+    full_state_dict,
+    load_optimizer_state_dict,
+    optimizer_state_dict,
+)
+
+__all__ = [
+    "Block",
+    "Graph",
+    "ParallelModel",
+    "as_plan",
+    "capture",
+    "clip_grad_norm_",
+    "full_state_dict",
+    "load_optimizer_state_dict",
+    "optimizer_state_dict",
+    "parallelize",
+]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 from tilewise.errors import LayoutError
@@ -88,6 +88,8 @@ class Cover:
     blocks: tuple[tuple[Block, ...], ...]
 
     def __post_init__(self) -> None:
+        if len(self.blocks) != len(self.shape):
+            raise LayoutError(f"cover: blocks for {len(self.blocks)} dims of a tensor {self.shape}")
         for dim, blocks in enumerate(self.blocks):
             if len(blocks) != self.axes.parts(dim):
                 raise LayoutError(
@@ -127,16 +129,39 @@ class Cover:
         """Return the shape of what the rank keeps."""
         return tuple(blocks[index].size for blocks, index in zip(self.blocks, self.coords(rank)))
 
+    def boxes(self, rank: int) -> list[tuple[slice, ...]]:
+        """List the boxes of the rank's local tensor that hold elements: all within the edge."""
+        dims = [
+            [slice(piece.at, piece.at + piece.stop - piece.start) for piece in blocks[index].pieces]
+            for blocks, index in zip(self.blocks, self.coords(rank))
+        ]
+        return list(product(*dims))
+
+    def sharers(self, rank: int) -> tuple[int, ...]:
+        """List the ranks that hold partial sums of the same block as `rank`, in order."""
+        digits = self.axes.digits(rank)
+        choices = [
+            range(axis.size) if axis.dim == PARTIAL else (digit,)
+            for axis, digit in zip(self.axes, digits)
+        ]
+        return tuple(self.axes.rank(choice) for choice in product(*choices))
+
     @property
     def disjoint(self) -> bool:
         """Whether every element is kept at most once, replicas aside."""
-        if any(axis.dim == PARTIAL for axis in self.axes):
-            return False
-        for blocks in self.blocks:
-            pieces = sorted(piece for one in blocks for piece in one.pieces)
-            if any(a.stop > b.start for a, b in pairwise(pieces)):
-                return False
-        return True
+        return not self.partial and not any(_overlap(blocks) for blocks in self.blocks)
+
+    @property
+    def partial(self) -> bool:
+        """Whether ranks hold partial sums."""
+        return any(axis.dim == PARTIAL for axis in self.axes)
+
+    @property
+    def plain(self) -> bool:
+        """Whether no two blocks overlap and none reaches past the edge."""
+        return not any(
+            _overlap(blocks) or not all(one.filled for one in blocks) for blocks in self.blocks
+        )
 
     def same_blocks(self, other: Cover) -> bool:
         """Whether every rank keeps the same under both, replicas and partial sums alike."""
@@ -145,6 +170,11 @@ class Cover:
             and self.blocks == other.blocks
             and _replicas_only(self.axes) == _replicas_only(other.axes)
         )
+
+
+def _overlap(blocks: Sequence[Block]) -> bool:
+    pieces = sorted(piece for one in blocks for piece in one.pieces)
+    return any(a.stop > b.start for a, b in pairwise(pieces))
 
 
 def _replicas_only(axes: Axes) -> Axes:

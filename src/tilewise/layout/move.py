@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from tilewise.errors import LayoutError
 from tilewise.layout.cover import Block, Cover
-from tilewise.layout.layout import PARTIAL, REPLICA
+from tilewise.layout.layout import REPLICA
 
 Box = tuple[slice, ...]
 
@@ -68,11 +68,14 @@ class Move:
         return Move(self.target, self.source)
 
     @property
+    def stays(self) -> bool:
+        """Whether every rank keeps its block, and at most partial sums are to be added."""
+        return self.source.plain and self.source.same_blocks(self.target)
+
+    @property
     def local(self) -> bool:
         """Whether every rank already holds just what it needs."""
-        return not any(
-            axis.dim == PARTIAL for axis in self.source.axes
-        ) and self.source.same_blocks(self.target)
+        return self.stays and not self.source.partial
 
     def receives(self, rank: int) -> list[Message]:
         """List what `rank` gets, itself among the peers, in the order in which it adds up."""

@@ -14,7 +14,6 @@ and need neither.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -24,9 +23,7 @@ from torch import Tensor
 from tilewise.errors import OperatorError
 from tilewise.layout import (
     PARTIAL,
-    REPLICA,
     Axes,
-    Axis,
     Cover,
     Degrees,
     Layout,
@@ -34,76 +31,11 @@ from tilewise.layout import (
     block,
 )
 from tilewise.layout.cover import Block
+from tilewise.ops.channels import Channels, check_degrees, deal
+from tilewise.ops.conv_spec import ConvSpec
 from tilewise.ops.operation import Need, Operation, tied_zeros
 
 SPACE = "dhw"
-
-
-@dataclass(frozen=True)
-class ConvSpec:
-    """A convolution's arguments, one entry for each spatial dim."""
-
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]
-    dilation: tuple[int, ...]
-    groups: int = 1
-    transposed: bool = False
-    output_padding: tuple[int, ...] = ()
-
-    @property
-    def ndim(self) -> int:
-        return len(self.kernel)
-
-    @property
-    def windows(self) -> tuple[Window, ...]:
-        extra = self.output_padding or (0,) * self.ndim
-        return tuple(
-            Window(k, s, d, before, after - (more if self.transposed else 0), self.transposed)
-            for k, s, d, (before, after), more in zip(
-                self.kernel, self.stride, self.dilation, self.padding, extra
-            )
-        )
-
-    @classmethod
-    def of(
-        cls,
-        weight: Sequence[int],
-        *,
-        stride: int | Sequence[int] = 1,
-        padding: int | str | Sequence[int | tuple[int, int]] = 0,
-        dilation: int | Sequence[int] = 1,
-        groups: int = 1,
-        transposed: bool = False,
-        output_padding: int | Sequence[int] = 0,
-    ) -> ConvSpec:
-        """Read the arguments as torch takes them; padding may also be (before, after) pairs."""
-        kernel = tuple(weight[2:])
-        dilation = _each(dilation, kernel)
-        if padding == "valid":
-            padding = 0
-        if padding == "same":
-            totals = [d * (k - 1) for k, d in zip(kernel, dilation)]
-            pairs = tuple((total // 2, total - total // 2) for total in totals)
-        else:
-            assert not isinstance(padding, str)
-            listed = [padding] * len(kernel) if isinstance(padding, int) else list(padding)
-            listed = listed * len(kernel) if len(listed) == 1 else listed
-            pairs = tuple((p, p) if isinstance(p, int) else (p[0], p[1]) for p in listed)
-        return cls(
-            kernel,
-            _each(stride, kernel),
-            pairs,
-            dilation,
-            groups,
-            transposed,
-            _each(output_padding, kernel) if transposed else (),
-        )
-
-
-def _each(value: int | Sequence[int], kernel: Sequence[int]) -> tuple[int, ...]:
-    values = [value] if isinstance(value, int) else list(value)
-    return tuple(values * len(kernel) if len(values) == 1 else values)
 
 
 def conv(
@@ -126,31 +58,18 @@ def conv(
     channels, filters = _check(x, weight, spec, layer)
     ranks = x.ranks
     space = SPACE[3 - spec.ndim :]
-    _check_degrees(degrees, space, x, layer)
-    outputs = [window.outputs(e) for window, e in zip(spec.windows, x.shape[2:])]
-    if any(extent < 1 for extent in outputs):
-        raise OperatorError(
-            f"{layer}: the kernel {spec.kernel} reaches further than the padded input "
-            f"{x.shape[2:]} with padding {spec.padding} and dilation {spec.dilation}; pad more "
-            "or use a smaller kernel"
-        )
+    check_degrees(degrees, "n" + space, x.shape, layer)
+    outputs = _outputs(x, spec, layer)
     y = Layout.of((x.shape[0], filters, *outputs), "nc" + space, degrees, ranks=ranks)
 
     def axes(c: int, f: int, work: int | None = None) -> Axes:
         """Deal out n, d, h, w as the work is split, or to `work`; c and f as given."""
-        at = {name: dim for dim, name in enumerate("n." + space)} | {"c": c, "f": f}
-        return Axes(
-            [
-                *(
-                    Axis(size, at[name] if work is None or name in "cf" else work)
-                    for name, size in degrees.items()
-                    if name in at
-                ),
-                Axis(degrees.replicas(ranks)),
-            ]
-        )
+        at = {name: dim for dim, name in enumerate("n." + space) if name != "."}
+        if work is not None:
+            at = dict.fromkeys(at, work)
+        return deal(degrees, ranks, at | {"c": c, "f": f})
 
-    cut = _Channels(channels, filters, spec, degrees)
+    cut = Channels(channels, filters, degrees, spec.groups)
     f_role, c_role = (1, 1) if cut.grouped else (PARTIAL, PARTIAL)
     x_axes = axes(1, f_role)
     y_axes = axes(c_role, 1)
@@ -179,62 +98,15 @@ def conv(
         b_axes = axes(0, 0, PARTIAL) if cut.grouped else axes(PARTIAL, 0, PARTIAL)
         needs.append(Need(Cover((filters,), b_axes, (cut.outputs,))))
 
-    first = cut.grouped or degrees.c == 1 or _digit(x_axes, rank, degrees, ranks) == 0
     local = _Local(
         spec,
         out=y_give.local_shape(rank),
         outputs=y.intervals(rank)[2:],
-        extents=x.shape[2:],
         split=tuple(parts > 1 for parts in y.degrees[2:]),
-        with_bias=first,
+        with_bias=cut.adds_bias(rank, ranks),
         groups=cut.local_groups(x_need.local_shape(rank)[1]),
     )
     return Operation(tuple(needs), local, (y_give,), (y,))
-
-
-def _digit(axes: Axes, rank: int, degrees: Degrees, ranks: int) -> int:
-    """Return the rank's position along the channel degree c."""
-    return rank // (degrees.f * degrees.replicas(ranks)) % degrees.c
-
-
-@dataclass(frozen=True)
-class _Channels:
-    """How a convolution's input channels and filters are dealt out."""
-
-    channels: int
-    filters: int
-    spec: ConvSpec
-    degrees: Degrees
-
-    @property
-    def grouped(self) -> bool:
-        return self.spec.groups > 1
-
-    def _whole_groups(self, size: int) -> tuple[Block, ...]:
-        parts = self.degrees.c * self.degrees.f
-        step = size // self.spec.groups
-        cuts = [block(self.spec.groups, parts, index) for index in range(parts)]
-        return tuple(Block.of(start * step, stop * step) for start, stop in cuts)
-
-    @property
-    def inputs(self) -> tuple[Block, ...]:
-        if self.grouped:
-            return self._whole_groups(self.channels)
-        c = self.degrees.c
-        return tuple(Block.of(*block(self.channels, c, index)) for index in range(c))
-
-    @property
-    def outputs(self) -> tuple[Block, ...]:
-        if self.grouped:
-            return self._whole_groups(self.filters)
-        c, f = self.degrees.c, self.degrees.f
-        return tuple(
-            Block.union([block(self.filters, c * f, ci * f + fi) for ci in range(c)])
-            for fi in range(f)
-        )
-
-    def local_groups(self, local_channels: int) -> int:
-        return local_channels * self.spec.groups // self.channels if self.grouped else 1
 
 
 def _input_block(window: Window, extent: int, start: int, stop: int, parts: int) -> Block:
@@ -259,7 +131,6 @@ class _Local:
         *,
         out: tuple[int, ...],
         outputs: Sequence[tuple[int, int]],
-        extents: Sequence[int],
         split: tuple[bool, ...],
         with_bias: bool,
         groups: int,
@@ -299,21 +170,37 @@ class _Local:
             self.output_padding,
             self.groups,
         )
-        for dim, start, length in self.crops:
-            y = _crop(y, dim, start, length)
+        if self.crops:
+            y = _crop(y, self.crops)
         if late is not None:
-            y = y + late.view(-1, *[1] * self.spec.ndim)
+            y.add_(late.view(-1, *[1] * self.spec.ndim))
         return y
 
 
-def _crop(y: Tensor, dim: int, start: int, length: int) -> Tensor:
-    """Take [start, start + length) along dim, zeros where y has nothing."""
-    before, after = max(-start, 0), max(start + length - y.shape[dim], 0)
-    if before or after:
-        pad = [0, 0] * (y.dim() - dim - 1) + [before, after]
-        y = torch.nn.functional.pad(y, pad)
-        start += before
-    return y.narrow(dim, start, length)
+def _crop(y: Tensor, crops: Sequence[tuple[int, int, int]]) -> Tensor:
+    """Take [start, start + length) along each dim named, zeros where y has nothing."""
+    pad = [0, 0] * (y.dim() - 2)
+    for dim, start, length in crops:
+        at = 2 * (y.dim() - 1 - dim)
+        pad[at : at + 2] = -start, start + length - y.shape[dim]
+    return torch.nn.functional.pad(y, pad) if any(pad) else y
+
+
+def _outputs(x: Layout, spec: ConvSpec, layer: str) -> list[int]:
+    """Return the global spatial extents of the result."""
+    outputs = [window.outputs(e) for window, e in zip(spec.windows, x.shape[2:])]
+    if min(outputs) < 1 and spec.transposed:
+        raise OperatorError(
+            f"{layer}: the padding {spec.padding} takes away all of the result of input "
+            f"{x.shape[2:]} and kernel {spec.kernel}; pad less"
+        )
+    if min(outputs) < 1:
+        raise OperatorError(
+            f"{layer}: the kernel {spec.kernel} reaches further than the padded input "
+            f"{x.shape[2:]} with padding {spec.padding} and dilation {spec.dilation}; pad more "
+            "or use a smaller kernel"
+        )
+    return outputs
 
 
 def _check(x: Layout, weight: Sequence[int], spec: ConvSpec, layer: str) -> tuple[int, int]:
@@ -338,14 +225,4 @@ def _check(x: Layout, weight: Sequence[int], spec: ConvSpec, layer: str) -> tupl
     return channels, filters
 
 
-def _check_degrees(degrees: Degrees, space: str, x: Layout, layer: str) -> None:
-    names = {"d": "depth", "h": "height", "w": "width"}
-    for name, size in degrees.items():
-        if size > 1 and name in names and name not in space:
-            raise OperatorError(
-                f"{layer}: has no {names[name]} to cut by {name}{size} (input {x.shape}); use "
-                f"{', '.join(space)}, n, c or f"
-            )
-
-
-__all__ = ["REPLICA", "ConvSpec", "conv"]
+__all__ = ["ConvSpec", "conv"]

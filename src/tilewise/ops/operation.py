@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,8 +61,8 @@ class Operation:
         (out,) = self.outs
         return out
 
-    def bind(self, mesh: Mesh, sources: Sequence[Layout | Cover], *, layer: str) -> Bound:
-        """Make ready for operands that lie as `sources` say."""
+    def bind(self, mesh: Mesh, sources: Sequence[Layout | Cover | None], *, layer: str) -> Bound:
+        """Make ready for operands that lie as `sources` say; None is already as needed."""
         return Bound(self, mesh, sources, layer)
 
 
@@ -69,32 +70,53 @@ class Bound:
     """An operation on a mesh: call it with this rank's operands."""
 
     def __init__(
-        self, operation: Operation, mesh: Mesh, sources: Sequence[Layout | Cover], layer: str
+        self,
+        operation: Operation,
+        mesh: Mesh,
+        sources: Sequence[Layout | Cover | None],
+        layer: str,
     ) -> None:
         self.operation = operation
         self.layer = layer
+        self.local = operation.local
         self.brings = [
-            Exchange(mesh, source, need.cover, layer=layer, fill=need.fill)
+            None
+            if source is None
+            else _noisy(Exchange(mesh, source, need.cover, layer=layer, fill=need.fill))
             for source, need in zip(sources, operation.needs, strict=True)
         ]
         self.inner = [Exchange(mesh, *ends, layer=layer) for ends in operation.inner]
         self.finishes = [
-            Exchange(mesh, given, out, layer=layer)
+            _noisy(Exchange(mesh, given, out, layer=layer))
             for given, out in zip(operation.gives, operation.outs, strict=True)
         ]
 
     def __call__(self, *operands: Tensor, chain: Chain | None = None) -> Any:
         """Run on local operands; returns one tensor, or a tuple where there are several."""
         brought = [
-            bring(operand, chain) for bring, operand in zip(self.brings, operands, strict=True)
+            operand if bring is None else bring(operand, chain)
+            for bring, operand in zip(self.brings, operands, strict=True)
         ]
-        inner = [lambda tensor, via=via: via(tensor, chain) for via in self.inner]
-        results = self.operation.local(inner, *brought)
+        inner = [partial(via, chain=chain) for via in self.inner]
+        results = self.local(inner, *brought)
         if isinstance(results, Tensor):
-            return self.finishes[0](results, chain)
+            return self._finish(results, self.finishes[0], brought, chain)
         return tuple(
-            finish(result, chain) for finish, result in zip(self.finishes, results, strict=True)
+            self._finish(result, finish, brought, chain)
+            for finish, result in zip(self.finishes, results, strict=True)
         )
+
+    def _finish(
+        self, result: Tensor, finish: Exchange | None, brought: list[Tensor], chain: Chain | None
+    ) -> Tensor:
+        if finish is None:
+            return result
+        return finish(result, chain)
+
+
+def _noisy(exchange: Exchange) -> Exchange | None:
+    """Return the exchange unless nothing ever happens in it."""
+    return None if exchange.silent else exchange
 
 
 def shared(axes: Sequence[Axis], keep: dict[int, int]) -> Axes:

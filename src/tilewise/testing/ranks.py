@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import multiprocessing
-import os
 import sys
 import tempfile
 import time
@@ -42,8 +41,13 @@ def ranks(
     return _pool(max(POOL_SIZE, max(members) + 1)).run(members, function, args, timeout)
 
 
-class _Pool:
-    def __init__(self, size: int) -> None:
+class Pool:
+    """Local processes that form one torch.distributed world and wait for work.
+
+    `timeout` is how long a rank waits for another one's message, in seconds.
+    """
+
+    def __init__(self, size: int, *, backend: str = "gloo", timeout: float = 60.0) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "tilewise.comm"])
         self.size = size
@@ -53,7 +57,7 @@ class _Pool:
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, size, self.store, theirs, os.getpid()), daemon=True
+                target=_serve, args=(rank, size, self.store, theirs, backend, timeout), daemon=True
             )
             process.start()
             theirs.close()
@@ -67,6 +71,7 @@ class _Pool:
         args: tuple[Any, ...],
         timeout: float,
     ) -> list[Any]:
+        """Call `function(mesh, *args)` on some ranks and return what each returned."""
         name = (sys.modules[function.__module__].__file__, function.__qualname__)
         for rank in members:
             self.pipes[rank].send((members, function.__module__, name, args))
@@ -99,18 +104,19 @@ class _Pool:
         return [results[rank][1] for rank in members]
 
     def close(self) -> None:
+        """End the processes."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
             process.join()
 
 
-_pools: dict[int, _Pool] = {}
+_pools: dict[int, Pool] = {}
 
 
-def _pool(size: int) -> _Pool:
+def _pool(size: int) -> Pool:
     if size not in _pools:
-        _pools[size] = _Pool(size)
+        _pools[size] = Pool(size)
     return _pools[size]
 
 
@@ -120,7 +126,9 @@ def _close_pools() -> None:
         pool.close()
 
 
-def _serve(rank: int, size: int, store: str, pipe: Connection, parent: int) -> None:
+def _serve(
+    rank: int, size: int, store: str, pipe: Connection, backend: str, timeout: float
+) -> None:
     import torch
     import torch.distributed as dist
 
@@ -128,13 +136,13 @@ def _serve(rank: int, size: int, store: str, pipe: Connection, parent: int) -> N
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
+        backend,
         store=torch.distributed.FileStore(  # type: ignore[attr-defined]
             str(Path(store) / "store"), size
         ),
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=timeout),
     )
     meshes: dict[tuple[int, ...], Mesh] = {}
     modules: dict[str, ModuleType] = {}

@@ -1,0 +1,32 @@
+"""The `tilewise` command."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from tilewise.cli.verify import verify
+from tilewise.errors import TilewiseError
+
+app = typer.Typer(
+    help="Train PyTorch CNNs split over many devices, with the results of one.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+)
+app.command()(verify)
+
+
+@app.callback()
+def _root() -> None:
+    """Train PyTorch CNNs split over many devices, with the results of one."""
+
+
+def main() -> None:
+    """Run the command; bad input ends in one line and exit code 2."""
+    try:
+        app()
+    except TilewiseError as error:
+        print(f"tilewise: {error}", file=sys.stderr)
+        sys.exit(2)

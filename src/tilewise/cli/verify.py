@@ -1,0 +1,133 @@
+"""`tilewise verify`: show that a split run equals the run on one device."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tilewise.cli.naming import InputError, build_model, parse_dtype, parse_plan, parse_shape
+from tilewise.comm import Mesh
+from tilewise.graph import as_plan, capture
+from tilewise.testing.ranks import Pool, RanksError
+from tilewise.testing.verify import LOSSES, Result
+from tilewise.testing.verify import verify as compare
+
+KINDS = ("output", "input_grad", "param_grad", "buffers", "loss")
+LIMIT = 3600.0
+
+
+def verify(
+    model: Annotated[str, typer.Argument(help="package.module:callable, file.py:callable or name")],
+    input: Annotated[list[str], typer.Option(help="global shape, such as 2x3x64x64; repeats")],
+    ranks: Annotated[int, typer.Option(min=1, help="local ranks to start")] = 2,
+    plan: Annotated[str, typer.Option(help="'n2 h2', 'conv*=h2,fc=f2', or a plan file")] = "n2",
+    arg: Annotated[list[str] | None, typer.Option(help="key=value for the model; repeats")] = None,
+    loss: Annotated[str, typer.Option(help=" or ".join(LOSSES))] = "mse",
+    steps: Annotated[int, typer.Option(min=0, help="optimizer steps to follow")] = 5,
+    dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16")] = "float64",
+    backend: Annotated[str, typer.Option(help="torch.distributed backend")] = "gloo",
+    seed: Annotated[int, typer.Option(help="of weights and data")] = 0,
+    json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Train MODEL on one device and split, on the same numbers, and compare everything."""
+    start = time.monotonic()
+    _check_options(loss, backend)
+    task = (model, tuple(arg or ()), tuple(map(parse_shape, input)), parse_plan(plan), loss, steps,
+            dtype, seed)  # fmt: skip
+    _dry_run(task, ranks)
+    console = Console(stderr=True)
+    with console.status(f"training {model} on one device and on {ranks} ranks …"):
+        pool = Pool(ranks, backend=backend, timeout=LIMIT)
+        try:
+            result: Result = pool.run(tuple(range(ranks)), run, task, LIMIT)[0]
+        except RanksError as error:
+            raise InputError(f"verify: {error}") from error
+        finally:
+            pool.close()
+    result.seconds = time.monotonic() - start
+    if json_:
+        print(json.dumps(_as_json(result, model, plan, ranks)))
+    else:
+        _show(result, model, plan, ranks)
+    sys.exit(0 if result.ok else 1)
+
+
+def _check_options(loss: str, backend: str) -> None:
+    if loss not in LOSSES:
+        raise InputError(f"--loss: {loss!r} must be one of {', '.join(LOSSES)}")
+    if backend not in ("gloo",):
+        raise InputError(f"--backend: {backend!r} must be gloo, which is what this machine has")
+
+
+def _dry_run(task: tuple[Any, ...], ranks: int) -> None:
+    """Find bad input before any rank is started."""
+    name, arguments, shapes, plan, _, _, dtype, seed = task
+    model = build_model(name, arguments, parse_dtype(dtype), seed)
+    inputs = [torch.empty(shape, dtype=parse_dtype(dtype), device="meta") for shape in shapes]
+    graph = capture(model, tuple(inputs))
+    as_plan(graph, plan).check(ranks)
+
+
+def run(
+    mesh: Mesh,
+    name: str,
+    arguments: tuple[str, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    plan: Any,
+    loss: str,
+    steps: int,
+    dtype: str,
+    seed: int,
+) -> Result:
+    """Verify on one rank of the mesh."""
+    warnings.simplefilter("ignore")
+    found = build_model(name, arguments, parse_dtype(dtype), seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    inputs = [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(parse_dtype(dtype))
+        for shape in shapes
+    ]
+    return compare(mesh, found, inputs, plan, loss=loss, steps=steps)
+
+
+def _as_json(result: Result, model: str, plan: str, ranks: int) -> dict[str, Any]:
+    return {
+        "ok": result.ok,
+        "model": model,
+        "plan": plan,
+        "ranks": ranks,
+        "max_error": {kind: result.max_error.get(kind, 0.0) for kind in KINDS},
+        "worst_layer": result.worst_layer,
+        "fallbacks": list(result.fallbacks),
+        "seconds": round(result.seconds, 3),
+    }
+
+
+def _show(result: Result, model: str, plan: str, ranks: int) -> None:
+    console = Console()
+    table = Table(title=f"{model} split '{plan}' on {ranks} ranks against one device")
+    table.add_column("compared")
+    table.add_column("largest error", justify="right")
+    table.add_column("limit", justify="right")
+    for kind in KINDS:
+        value = result.max_error.get(kind)
+        shown = "none to compare" if value is None else f"{value:.1e}"
+        style = "red" if value is not None and value > result.tolerance else ""
+        table.add_row(kind.replace("_", " "), f"[{style}]{shown}[/]" if style else shown,
+                      f"{result.tolerance:.0e}")  # fmt: skip
+    console.print(table)
+    console.print(f"largest of all: {result.worst:.1e} at {result.worst_layer}")
+    for note in result.notes:
+        console.print(f"reduced: {note}")
+    for name in result.fallbacks:
+        console.print(f"undivided: {name} has no rule and runs whole on every rank")
+    verdict = "[green]equal[/]" if result.ok else "[red]not equal[/]"
+    console.print(f"{verdict} within {result.tolerance:.0e}, {result.seconds:.1f} s")

@@ -1,0 +1,111 @@
+"""What the model holds: parameters and buffers, each rank its blocks, under their own names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from tilewise.errors import PlanError
+from tilewise.graph.graph import Value
+from tilewise.graph.rule import Lowered
+from tilewise.graph.template import rebuild
+from tilewise.layout import PARTIAL, REPLICA, Axes, Axis, Cover, Layout
+
+
+class Held:
+    """How every parameter and buffer is cut, and this rank's blocks of them."""
+
+    def __init__(self, model: nn.Module, lowered: Iterable[Lowered], *, ranks: int, rank: int):
+        self.ranks, self.rank = ranks, rank
+        self.covers: dict[str, Cover] = {}
+        identity = {name: id(tensor) for name, tensor in named_tensors(model)}
+        chosen: dict[int, Cover] = {}
+        for plan in lowered:
+            for value, need in zip(plan.operands, plan.operation.needs, strict=True):
+                if value.origin in ("parameter", "buffer"):
+                    key = identity[str(value.source)]
+                    cover = at_rest(need.cover)
+                    if key not in chosen:
+                        chosen[key] = cover
+                    elif not chosen[key].same_blocks(cover):
+                        chosen[key] = whole_cover(value.shape, ranks)
+        for name, tensor in named_tensors(model):
+            self.covers[name] = chosen.get(identity[name]) or whole_cover(tensor.shape, ranks)
+        self.model = rebuild(model, self._parameter, self._buffer)
+        self.places = dict(_places(self.model))
+
+    def _parameter(self, name: str, whole: nn.Parameter) -> nn.Parameter:
+        block = nn.Parameter(self.cut(name, whole.detach()), requires_grad=whole.requires_grad)
+        if block.shape != whole.shape:
+            block.tilewise_block = name  # type: ignore[attr-defined]
+        return block
+
+    def _buffer(self, name: str, whole: Tensor) -> Tensor:
+        return self.cut(name, whole.detach())
+
+    def cut(self, name: str, whole: Tensor) -> Tensor:
+        """Return a copy of this rank's block of a whole tensor."""
+        return take(whole, self.covers[name], self.rank)
+
+    def storage(self, value: Value) -> Cover:
+        """Return how a held value lies on the ranks."""
+        if value.origin == "constant":
+            return whole_cover(value.shape, self.ranks)
+        return self.covers[str(value.source)]
+
+    def tensor(self, value: Value) -> Tensor:
+        """Return this rank's block of a held value."""
+        if value.origin == "constant":
+            if value.constant is None:
+                raise PlanError(f"the constant {value.source} has no value to compute with")
+            return value.constant
+        return self.get(str(value.source))
+
+    def get(self, name: str) -> Tensor:
+        """Return this rank's block of a parameter or buffer as it is now."""
+        owner, key = self.places[name]
+        return owner[key]
+
+
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """List all parameters and buffers under all their names."""
+    return [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, tuple[dict[str, Tensor], str]]]:
+    """Yield where each tensor is kept; converting a model puts new buffers there."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for owner in (module._parameters, module._buffers):
+            for key, tensor in owner.items():
+                if tensor is not None:
+                    yield prefix + key, (cast(dict[str, Tensor], owner), key)
+
+
+def at_rest(cover: Cover) -> Cover:
+    """Return the cover as storage: where work shares a block, ranks hold replicas of it."""
+    axes = Axes(Axis(a.size, REPLICA if a.dim == PARTIAL else a.dim) for a in cover.axes)
+    return Cover(cover.shape, axes, cover.blocks)
+
+
+def whole_cover(shape: Iterable[int], ranks: int) -> Cover:
+    """Return the cover of a tensor that every rank holds."""
+    return Cover.of(Layout.replicated(tuple(shape), ranks=ranks))
+
+
+def take(whole: Tensor, cover: Cover, rank: int) -> Tensor:
+    """Copy a rank's block out of a whole tensor."""
+    out = whole
+    for dim in range(whole.dim()):
+        pieces = cover.block(rank, dim).pieces
+        if not pieces:
+            return whole.new_empty(cover.local_shape(rank))
+        parts = [out.narrow(dim, piece.start, piece.stop - piece.start) for piece in pieces]
+        out = torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+    return out.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,364 @@
+"""Max and average pooling, split along any dims.
+
+A rank that computes outputs [a, b) of a split dim fetches the inputs that their windows read and
+pools them without padding; past the tensor's edge stands −inf or 0:
+
+    kernel 3, stride 2, padding 1, outputs [2, 4)    input   · · · 3 4 5 6 7 · ·
+                                                     output        └─2─┘
+                                                                       └─3─┘
+
+A dim that is not split keeps its padding for the local operator, so nothing is copied there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tilewise.errors import OperatorError
+from tilewise.layout import Axes, Block, Cover, Layout, Window, block
+from tilewise.ops.adaptive import adaptive_pool, relocate
+from tilewise.ops.gather import memory_format
+from tilewise.ops.operation import Need, Operation, tied_zeros
+
+_ATEN = torch.ops.aten
+_FORTH = {
+    ("max", 2): _ATEN.max_pool2d_with_indices,
+    ("max", 3): _ATEN.max_pool3d_with_indices,
+    ("avg", 2): _ATEN.avg_pool2d,
+    ("avg", 3): _ATEN.avg_pool3d,
+}
+_BACK = {
+    ("max", 2): _ATEN.max_pool2d_with_indices_backward,
+    ("max", 3): _ATEN.max_pool3d_with_indices_backward,
+    ("avg", 2): _ATEN.avg_pool2d_backward,
+    ("avg", 3): _ATEN.avg_pool3d_backward,
+}
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """A pooling operator's arguments, one entry for each spatial dim."""
+
+    kind: str
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    ceil_mode: bool = False
+    count_include_pad: bool = True
+    divisor_override: int | None = None
+    return_indices: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        kind: str,
+        kernel: int | Sequence[int],
+        *,
+        ndim: int,
+        stride: int | Sequence[int] | None = None,
+        padding: int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+        return_indices: bool = False,
+    ) -> PoolSpec:
+        """Read the arguments as torch takes them; no stride means the kernel's extent."""
+        if stride is None or (not isinstance(stride, int) and not len(stride)):
+            stride = kernel
+        return cls(
+            kind,
+            _each(kernel, ndim),
+            _each(stride, ndim),
+            _each(padding, ndim),
+            _each(dilation, ndim),
+            ceil_mode,
+            count_include_pad,
+            divisor_override,
+            return_indices,
+        )
+
+    @property
+    def ndim(self) -> int:
+        return len(self.kernel)
+
+    @property
+    def windows(self) -> tuple[Window, ...]:
+        return tuple(
+            Window(k, s, d, p, p)
+            for k, s, d, p in zip(self.kernel, self.stride, self.dilation, self.padding)
+        )
+
+    def outputs(self, extents: Sequence[int]) -> tuple[int, ...]:
+        """Return the spatial extents of the result, by torch's rule."""
+        found = []
+        for window, extent in zip(self.windows, extents):
+            count = window.outputs(extent)
+            if self.ceil_mode:
+                room = extent + 2 * window.before - window.reach
+                count = -(-room // window.stride) + 1
+                # the last window starts in the input or in the padding before it
+                if (count - 1) * window.stride >= extent + window.before:
+                    count -= 1
+            found.append(count)
+        return tuple(found)
+
+
+def _each(value: int | Sequence[int], ndim: int) -> tuple[int, ...]:
+    values = [value] if isinstance(value, int) else list(value)
+    return tuple(values * ndim if len(values) == 1 else values)
+
+
+def pool(
+    x: Layout, spec: PoolSpec, *, axes: Axes | None = None, rank: int, layer: str = "pool"
+) -> Operation:
+    """Plan max or average pooling; with `return_indices` the second result holds int64 indices.
+
+    Indices are flat positions in the global spatial plane, as on one device.
+
+    Layout: x any → y cut as `axes` say or as x is. Where windows span a whole split dim, the
+        ranks along it hold replicas of y unless `axes` say otherwise.
+    Communication: the halo that windows reach into, one message to each peer that holds any;
+        none where only samples and channels are split. Windows that span a whole split dim move
+        no input (see adaptive_pool).
+    Adjoint: the halo's gradient goes back and is added.
+    """
+    outputs = _check(x, spec, layer)
+    lead = len(x.shape) - spec.ndim
+    extents = x.shape[lead:]
+    if _spans_split(x, axes, spec, outputs):
+        return adaptive_pool(
+            x,
+            spec.kind,
+            outputs,
+            return_indices=spec.return_indices,
+            axes=axes,
+            rank=rank,
+            layer=layer,
+        )
+    y = Layout((*x.shape[:lead], *outputs), x.axes if axes is None else axes)
+    native = tuple(
+        parts == 1 and not _misses(window, extent, count)
+        for window, extent, count, parts in zip(spec.windows, extents, outputs, y.degrees[lead:])
+    )
+    blocks = list(Cover.of(y).blocks[:lead])
+    for dim, window in enumerate(spec.windows, start=lead):
+        if native[dim - lead]:
+            blocks.append((Block.of(0, x.shape[dim]),))
+            continue
+        cuts = [block(y.shape[dim], y.degrees[dim], k) for k in range(y.degrees[dim])]
+        blocks.append(tuple(Block.clipped(*window.inputs(*cut), x.shape[dim]) for cut in cuts))
+    need = Need(Cover(x.shape, y.axes, tuple(blocks)), fill=-inf if spec.kind == "max" else 0.0)
+    local = _Local(spec, extents, y.local_shape(rank), y.intervals(rank)[lead:], native)
+    results = (y, y) if spec.return_indices else (y,)
+    return Operation((need,), local, tuple(Cover.of(out) for out in results), results)
+
+
+def _spans_split(x: Layout, axes: Axes | None, spec: PoolSpec, outputs: Sequence[int]) -> bool:
+    """Whether windows tile the input and one of them spans a whole split dim."""
+    lead = len(x.shape) - spec.ndim
+    if spec.divisor_override is not None or not prod(x.shape):
+        return False
+    for window, extent, count in zip(spec.windows, x.shape[lead:], outputs):
+        tiles = window.kernel * count == extent and window.dilation == 1 and not window.before
+        if not tiles or (count > 1 and window.stride != window.kernel):
+            return False
+    split = [x.axes.parts(dim) * (axes or x.axes).parts(dim) for dim in range(len(x.shape))]
+    return any(count == 1 and parts > 1 for count, parts in zip(outputs, split[lead:]))
+
+
+def _first_tap(window: Window, output: int) -> int:
+    """Return the first position at or after 0 that a window reads."""
+    start = output * window.stride - window.before
+    return start if start >= 0 else start % window.dilation
+
+
+def _misses(window: Window, extent: int, count: int) -> bool:
+    """Whether a dilated window steps over the whole input, which torch's kernels do not expect."""
+    return any(_first_tap(window, output) >= extent for output in range(count))
+
+
+class _Local:
+    """The local pooling of one rank."""
+
+    def __init__(
+        self,
+        spec: PoolSpec,
+        extents: Sequence[int],
+        out: tuple[int, ...],
+        outputs: Sequence[tuple[int, int]],
+        native: tuple[bool, ...],
+    ) -> None:
+        self.spec, self.extents, self.out, self.plain = spec, extents, out, all(native)
+        self.starts = [
+            0 if is_native else window.inputs(*cut)[0]
+            for window, cut, is_native in zip(spec.windows, outputs, native)
+        ]
+        padding = tuple(p if keep else 0 for p, keep in zip(spec.padding, native))
+        # torch has no 1-D kernels: it pools 1 × w planes, and so do we
+        row = spec.ndim == 1
+        self.row = row
+        self.ndim = spec.ndim + row
+        self.args: list[Any] = [
+            (*[fill] * row, *values)
+            for values, fill in (
+                (spec.kernel, 1),
+                (spec.stride, 1),
+                (padding, 0),
+                (spec.dilation, 1),
+            )
+        ]
+        self.factor = None
+        if spec.kind == "avg":
+            self.args[3:] = [spec.ceil_mode, spec.count_include_pad, spec.divisor_override]
+            if not self.plain and spec.divisor_override is None:
+                self.args[5] = prod(spec.kernel)
+                self.factor = _correction(spec, extents, outputs)
+        else:
+            self.args.append(spec.ceil_mode)
+        edge = any(
+            cut[0] < cut[1] and not is_native and window.inputs(*cut)[0] < 0
+            for window, cut, is_native in zip(spec.windows, outputs, native)
+        )
+        self.firsts = (
+            [
+                torch.tensor([_first_tap(window, o) - start for o in range(*cut)])
+                for window, cut, start in zip(spec.windows, outputs, self.starts)
+            ]
+            if edge and spec.kind == "max"
+            else None
+        )
+
+    def __call__(self, inner: list[Any], x: Tensor) -> Any:
+        if not prod(self.out):
+            y = tied_zeros(self.out, x)
+            indices = torch.zeros(self.out, dtype=torch.int64, device=x.device)
+            return (y, indices) if self.spec.return_indices else y
+        if self.row:
+            x = x.unsqueeze(-2)
+        if self.spec.kind == "avg":
+            y = self._average(x)
+            return y.squeeze(-2) if self.row else y
+        y, indices = self._maximum(x)
+        if self.row:
+            y, indices = y.squeeze(-2), indices.squeeze(-2)
+        if not self.spec.return_indices:
+            return y
+        slab = x.shape[-self.spec.ndim :]
+        return y, indices if self.plain else relocate(indices, slab, self.starts, self.extents)
+
+    def _average(self, x: Tensor) -> Tensor:
+        if self.plain:
+            y: Tensor = _FORTH["avg", self.ndim](x, *self.args)
+            return y
+        y = _Pool.apply(x, "avg", self.ndim, self.args, None)
+        return y if self.factor is None else y * self.factor.to(y)
+
+    def _maximum(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.plain:
+            found: tuple[Tensor, Tensor] = _FORTH["max", self.ndim](x, *self.args)
+            return found
+        found = _Pool.apply(x, "max", self.ndim, self.args, self.firsts)
+        return found
+
+
+class _Pool(torch.autograd.Function):
+    """Pool a fetched slab without keeping it for backward, as torch's own operators would."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, kind: str, ndim: int, args: list[Any], firsts: list[Tensor] | None
+    ) -> Any:
+        ctx.how = kind, ndim, args
+        ctx.shape, ctx.format = x.shape, memory_format(x)
+        if kind == "avg":
+            return _FORTH[kind, ndim](x, *args)
+        y, indices = _FORTH[kind, ndim](x, *args)
+        if firsts is not None:
+            # where all is −inf, one device points at the first input, not at the padding
+            flat = _flat([first.to(x.device) for first in firsts], x.shape[-len(firsts) :])
+            flat = flat.view(y.shape[-ndim:])
+            indices = torch.where(y == -inf, flat, indices)
+        ctx.save_for_backward(indices)
+        ctx.mark_non_differentiable(indices)
+        return y, indices
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
+        kind, ndim, args = ctx.how
+        like = torch.empty(
+            ctx.shape, dtype=grad.dtype, device=grad.device, memory_format=ctx.format
+        )
+        found = _BACK[kind, ndim](grad, like, *args, *ctx.saved_tensors)
+        return found, None, None, None, None
+
+
+def _flat(positions: Sequence[Tensor], extents: Sequence[int]) -> Tensor:
+    """Return the flat position of every combination of positions along each dim."""
+    flat = positions[0]
+    for position, extent in zip(positions[1:], extents[1:]):
+        flat = flat[..., None] * extent + position
+    return flat
+
+
+def _correction(
+    spec: PoolSpec, extents: Sequence[int], outputs: Sequence[tuple[int, int]]
+) -> Tensor | None:
+    """Return kernel / counted elements for each output, or None where it is 1 everywhere."""
+    factor = torch.ones((), dtype=torch.float64)
+    for window, extent, cut in zip(spec.windows, extents, outputs):
+        starts = torch.arange(*cut) * window.stride - window.before
+        if spec.count_include_pad:
+            counts = (starts + window.kernel).clamp(max=extent + window.before) - starts
+        else:
+            counts = (starts + window.kernel).clamp(max=extent) - starts.clamp(min=0)
+        factor = factor[..., None] * (window.kernel / counts.double())
+    return None if bool((factor == 1).all()) else factor
+
+
+def _check(x: Layout, spec: PoolSpec, layer: str) -> tuple[int, ...]:
+    """Return the spatial extents of the result, or raise what one device would."""
+    if spec.kind not in ("max", "avg"):
+        raise OperatorError(f"{layer}: kind (={spec.kind!r}) must be 'max' or 'avg'")
+    if len(x.shape) not in (spec.ndim + 1, spec.ndim + 2):
+        raise OperatorError(
+            f"{layer}: input {x.shape} has {len(x.shape)} dims, {spec.ndim}-D pooling takes "
+            f"{spec.ndim + 1} or {spec.ndim + 2} (channel and {spec.ndim} of space, with or "
+            "without sample)"
+        )
+    for name in ("kernel", "stride", "dilation"):
+        if min(getattr(spec, name)) < 1:
+            raise OperatorError(f"{layer}: {name} (={getattr(spec, name)}) must be at least 1")
+    if spec.kind == "avg" and max(spec.dilation) > 1:
+        raise OperatorError(f"{layer}: dilation (={spec.dilation}) must be 1 for average pooling")
+    if spec.kind == "avg" and spec.return_indices:
+        raise OperatorError(f"{layer}: return_indices needs max pooling, this is average pooling")
+    if spec.divisor_override == 0:
+        raise OperatorError(f"{layer}: divisor_override (=0) must not be 0; leave it out")
+    if any(p < 0 or 2 * p > k for p, k in zip(spec.padding, spec.kernel)):
+        raise OperatorError(
+            f"{layer}: padding (={spec.padding}) must lie between 0 and half of the kernel "
+            f"(={spec.kernel}); pad the input before pooling instead"
+        )
+    extents = x.shape[-spec.ndim :]
+    if (spec.kind, spec.ndim) == ("avg", 3) and any(e < k for e, k in zip(extents, spec.kernel)):
+        raise OperatorError(
+            f"{layer}: the kernel (={spec.kernel}) of 3-D average pooling must not exceed the "
+            f"input {extents} without its padding; pad the input before pooling instead"
+        )
+    outputs = spec.outputs(extents)
+    if min(outputs) < 1 or min(extents) < 1:
+        raise OperatorError(
+            f"{layer}: the kernel {spec.kernel} with dilation {spec.dilation} reaches further "
+            f"than the input {extents} padded by {spec.padding}; pad more or use a smaller kernel"
+        )
+    return outputs

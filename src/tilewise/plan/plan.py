@@ -1,0 +1,233 @@
+"""A plan: which layer is split how."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Protocol
+
+from tilewise.errors import PlanError
+from tilewise.layout import Degrees
+
+FORMAT = 1
+WORDS = {"n": "samples", "d": "depth", "h": "height", "w": "width", "c": "channels", "f": "filters"}
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What a plan needs to know of a layer.
+
+    `extents` holds the degrees' letters that the layer has, with how far each can be cut. A layer
+    that only follows its producer has none. `shares` names what ties its channel cuts to other
+    layers': the parameters it uses.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    extents: Mapping[str, int]
+    shares: tuple[str, ...] = ()
+    parameters: int = 0
+    flops: int = 0
+
+
+class Layers(Protocol):
+    """A captured graph, as far as a plan looks at it."""
+
+    @property
+    def layers(self) -> Iterable[Layer]: ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Degrees for layers by name; a layer that is not named follows its producer.
+
+    Args:
+        layers: degrees by layer name.
+        notes: what was reduced and why.
+        recompute: names or patterns of layers whose activations are computed again in backward.
+        statistics: what batch norm averages over: `global`, `spatial` or `local`.
+        io_channels: whether the network's inputs and outputs are cut along channels too.
+    """
+
+    layers: Mapping[str, Degrees] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    recompute: tuple[str, ...] = ()
+    statistics: str = "global"
+    io_channels: bool = False
+
+    def __post_init__(self) -> None:
+        if self.statistics not in ("global", "spatial", "local"):
+            raise PlanError(
+                f"plan: statistics (={self.statistics!r}) must be 'global', 'spatial' or 'local'"
+            )
+
+    @classmethod
+    def uniform(cls, graph: Layers, degrees: str | Degrees, **options: Any) -> Plan:
+        """Give each layer these degrees as far as it can use them; `notes` say what was reduced."""
+        wanted = Degrees.parse(degrees)
+        layers: dict[str, Degrees] = {}
+        notes: list[str] = []
+        for layer in graph.layers:
+            if not layer.extents:
+                continue
+            layers[layer.name], reduced = _fit(layer, wanted)
+            notes += reduced
+        _align_shared(graph, layers, notes)
+        return cls(layers, tuple(notes), **options)
+
+    @classmethod
+    def of(cls, graph: Layers, patterns: Mapping[str, str | Degrees], **options: Any) -> Plan:
+        """Give degrees by pattern of layer names; the last pattern that matches wins.
+
+        A pattern that matches no layer, and degrees that a layer does not have, are errors.
+        """
+        parsed = {pattern: Degrees.parse(text) for pattern, text in patterns.items()}
+        layers: dict[str, Degrees] = {}
+        unused = set(parsed)
+        for layer in graph.layers:
+            for pattern, degrees in parsed.items():
+                if layer.name != pattern and not fnmatchcase(layer.name, pattern):
+                    continue
+                unused.discard(pattern)
+                if layer.extents:
+                    _require(layer, degrees)
+                    layers[layer.name] = degrees
+                elif layer.name == pattern:
+                    raise PlanError(
+                        f"plan: {layer.name} ({layer.kind}) has no split of its own, it follows "
+                        "its producer; name the layer before it"
+                    )
+        if unused:
+            known = ", ".join(layer.name for layer in graph.layers if layer.extents)
+            raise PlanError(
+                f"plan: no layer matches {', '.join(map(repr, sorted(unused)))}; layers: {known}"
+            )
+        plan = cls(layers, **options)
+        _check_shared(graph, plan)
+        return plan
+
+    def check(self, ranks: int) -> None:
+        """Raise unless every layer's degrees fit a mesh of so many ranks."""
+        for name, degrees in self.layers.items():
+            if ranks % degrees.product:
+                raise PlanError(
+                    f"plan: {name} is split '{degrees}', whose product (={degrees.product}) must "
+                    f"divide the number of ranks (={ranks})"
+                )
+
+    def recomputes(self, name: str) -> bool:
+        """Whether the layer's activations are computed again in backward."""
+        return any(name == p or fnmatchcase(name, p) for p in self.recompute)
+
+    def to_json(self) -> str:
+        """Return the plan as JSON text with a format version."""
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "layers": {name: str(degrees) for name, degrees in self.layers.items()},
+                "recompute": list(self.recompute),
+                "statistics": self.statistics,
+                "io_channels": self.io_channels,
+                "notes": list(self.notes),
+            },
+            indent=1,
+            ensure_ascii=False,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read a plan that `to_json` wrote."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"plan: this is not JSON: {error}") from error
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else None
+            raise PlanError(f"plan: format (={found!r}) must be {FORMAT}")
+        unknown = set(data) - {f.name for f in fields(cls)} - {"format"}
+        if unknown or not isinstance(data.get("layers"), dict):
+            raise PlanError(
+                f"plan: unknown keys {sorted(unknown)}" if unknown else "plan: 'layers' is missing"
+            )
+        return cls(
+            {name: Degrees.parse(degrees) for name, degrees in data["layers"].items()},
+            tuple(data.get("notes", ())),
+            tuple(data.get("recompute", ())),
+            data.get("statistics", "global"),
+            bool(data.get("io_channels", False)),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a JSON file."""
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan from a JSON file."""
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name}: {degrees}" for name, degrees in self.layers.items()) or "1"
+
+
+def _fit(layer: Layer, wanted: Degrees) -> tuple[Degrees, list[str]]:
+    """Reduce degrees to what the layer has and its extents allow."""
+    fitted: dict[str, int] = {}
+    notes = []
+    room = dict(layer.extents)
+    for name, size in wanted.items():
+        extent = room.get(name, 1)
+        fits = max(k for k in range(1, size + 1) if size % k == 0 and k <= max(extent, 1))
+        fitted[name] = fits
+        if name in "cf" and layer.extents.get("cf"):
+            room["c"] = room["f"] = layer.extents["cf"] // (fitted.get("c", 1) * fits)
+        if fits != size and name in layer.extents:
+            notes.append(
+                f"{layer.name}: {name}{size} reduced to {name}{fits}, {WORDS[name]} are {extent}"
+            )
+    return Degrees(**fitted), notes
+
+
+def _require(layer: Layer, degrees: Degrees) -> None:
+    for name, size in degrees.items():
+        if size > 1 and name not in layer.extents:
+            have = ", ".join(letter for letter in "ncfdhw" if letter in layer.extents)
+            raise PlanError(
+                f"plan: {layer.name} has no {WORDS[name]} to cut by {name}{size} (output "
+                f"{'×'.join(map(str, layer.shape))}); use {have}"
+            )
+
+
+def _sharing(graph: Layers) -> dict[str, list[Layer]]:
+    found: dict[str, list[Layer]] = {}
+    for layer in graph.layers:
+        for name in layer.shares:
+            found.setdefault(name, []).append(layer)
+    return {name: layers for name, layers in found.items() if len(layers) > 1}
+
+
+def _align_shared(graph: Layers, layers: dict[str, Degrees], notes: list[str]) -> None:
+    """Give layers that share a parameter the smallest channel and filter degrees among them."""
+    for sharers in _sharing(graph).values():
+        mine = [layer.name for layer in sharers if layer.name in layers]
+        pairs = {(layers[name].c, layers[name].f) for name in mine}
+        if len(pairs) > 1:
+            c, f = min(pairs, key=lambda pair: pair[0] * pair[1])
+            for name in mine:
+                layers[name] = layers[name].with_(c=c, f=f)
+            notes.append(f"{', '.join(mine)}: share a parameter, so they share c{c} f{f}")
+
+
+def _check_shared(graph: Layers, plan: Plan) -> None:
+    for parameter, sharers in _sharing(graph).items():
+        named = [layer.name for layer in sharers if layer.name in plan.layers]
+        pairs = {(plan.layers[name].c, plan.layers[name].f): name for name in named}
+        if len(pairs) > 1:
+            split = " and ".join(f"{name} '{plan.layers[name]}'" for name in pairs.values())
+            raise PlanError(
+                f"plan: {split} share the parameter {parameter}, so their c and f must be equal"
+            )

@@ -1,0 +1,110 @@
+"""⟨Ax, y⟩ = ⟨x, A'y⟩ for all that an exchange can be."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drawing import WORLDS, covers, layouts
+from tilewise.comm import Exchange, Mesh
+from tilewise.layout import PARTIAL, REPLICA, Axes, Axis, Block, Cover, Layout
+from tilewise.testing import RanksError, assert_adjoint, ranks
+
+SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=4)
+
+
+def check(mesh: Mesh, source: Layout | Cover, target: Layout | Cover) -> None:
+    assert_adjoint(mesh, source, target)
+
+
+def widened(layout: Layout, dims: dict[int, tuple[int, int]], *, circular: bool = False) -> Cover:
+    """Give each block a halo (before, after) along some dims."""
+    rule = Block.circular if circular else Block.clipped
+
+    def wide(dim: int, before: int, after: int) -> object:
+        return lambda a, b: rule(a - before, b + after, layout.shape[dim])
+
+    return Cover.on(layout, {dim: wide(dim, *width) for dim, width in dims.items()})  # type: ignore[misc]
+
+
+def summed(layout: Layout) -> Cover:
+    """Use replicas for different results: their gradients add up."""
+    axes = layout.axes.relabel({REPLICA: PARTIAL})
+    return Cover(layout.shape, axes, Cover.of(layout).blocks)
+
+
+@settings(max_examples=150, deadline=None)
+@given(SHAPES, st.sampled_from(WORLDS), st.data())
+def test_any_move(shape: list[int], world: int, data: st.DataObject) -> None:
+    ranks(world, check, data.draw(covers(shape, world)), data.draw(covers(shape, world)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(SHAPES, st.sampled_from(WORLDS), st.data())
+def test_redistribution(shape: list[int], world: int, data: st.DataObject) -> None:
+    ranks(world, check, data.draw(layouts(shape, world)), data.draw(layouts(shape, world)))
+
+
+@pytest.mark.parametrize("circular", [False, True])
+@settings(max_examples=60, deadline=None)
+@given(SHAPES, st.sampled_from(WORLDS), st.data())
+def test_halo(circular: bool, shape: list[int], world: int, data: st.DataObject) -> None:
+    """Also wider than the neighbour's slab, than the tensor, and from another layout."""
+    layout = data.draw(layouts(shape, world))
+    width = st.tuples(st.integers(0, 4), st.integers(0, 4))
+    halos = data.draw(st.dictionaries(st.integers(0, len(shape) - 1), width))
+    source = layout if data.draw(st.booleans()) else data.draw(layouts(shape, world))
+    ranks(world, check, source, widened(layout, halos, circular=circular))
+
+
+@settings(max_examples=40, deadline=None)
+@given(SHAPES, st.sampled_from(WORLDS), st.data())
+def test_gather_with_copies_or_with_summed_gradients(
+    shape: list[int], world: int, data: st.DataObject
+) -> None:
+    layout = data.draw(layouts(shape, world))
+    whole = layout.uncut(*data.draw(st.sets(st.integers(0, len(shape) - 1))))
+    ranks(world, check, layout, whole)
+    ranks(world, check, layout, summed(whole))
+
+
+@settings(max_examples=40, deadline=None)
+@given(SHAPES, st.sampled_from(WORLDS), st.data())
+def test_sums_to_parts_and_to_copies(shape: list[int], world: int, data: st.DataObject) -> None:
+    """Reduce-scatter and all-reduce."""
+    layout = data.draw(layouts(shape, world))
+    partial = summed(layout.uncut(*data.draw(st.sets(st.integers(0, len(shape) - 1)))))
+    ranks(world, check, partial, layout)
+    axes = partial.axes.relabel({PARTIAL: REPLICA})
+    ranks(world, check, partial, Cover(partial.shape, axes, partial.blocks))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_copies_forward_and_sums_backward(world: int) -> None:
+    copies = Layout.replicated((5, 3), ranks=world)
+    ranks(world, check, copies, summed(copies))
+    ranks(world, check, summed(copies), summed(copies))
+
+
+def unbalanced(mesh: Mesh) -> None:
+    """Pretend that the way back forgets the messages of others."""
+    layout = Layout((8,), [Axis(2, 0)])
+    wide = Cover(layout.shape, Axes(layout.axes), (((Block.of(0, 5)), Block.of(3, 8)),))
+    original = Exchange.start_adjoint
+
+    def forgetful(self: Exchange, grad: object) -> object:
+        self.back.receives = [m for m in self.back.receives if m.peer == mesh.rank]
+        self.back.sends = []
+        return original(self, grad)  # type: ignore[arg-type]
+
+    Exchange.start_adjoint = forgetful  # type: ignore[assignment, method-assign]
+    try:
+        assert_adjoint(mesh, layout, wide)
+    finally:
+        Exchange.start_adjoint = original  # type: ignore[method-assign]
+
+
+def test_a_wrong_adjoint_is_found() -> None:
+    with pytest.raises(RanksError, match="differs from"):
+        ranks(2, unbalanced)
