@@ -33,9 +33,7 @@ def run(mesh: Mesh, degrees: str) -> tuple[float, float, float, int]:
     x_layout = Layout.of(SHAPE, "ncdhw", degrees, ranks=mesh.size)
     w_layout = Layout.replicated(weight.shape, ranks=mesh.size)
     spec = ConvSpec.of(weight.shape, stride=STRIDE, padding=PADDING)
-    operation = conv(
-        x_layout, weight.shape, spec, degrees=Degrees.parse(degrees), rank=mesh.rank
-    )
+    operation = conv(x_layout, weight.shape, spec, degrees=Degrees.parse(degrees), rank=mesh.rank)
     split_conv = operation.bind(mesh, [x_layout, w_layout], layer="conv")
 
     x_slab = x.detach()[x_layout.slab(mesh.rank)].clone().requires_grad_()

@@ -221,9 +221,10 @@ def results(whole: list[Tensor], seed: Tensor, found: dict[str, Any]) -> list[Te
 def check_bfloat16(mesh: Mesh, case: Case) -> None:
     """Compare with float64, each element on the scale of the terms that make it up.
 
-    A rank rounds its partial sum and every addition of another's. One device rounds once, so the
-    two differ by more than a rounding; and where terms cancel, by any multiple of the result.
-    But k partial sums are within (k + 2)/512 of the sum of |terms|: 2 % for 8 ranks.
+    A rank rounds its partial sum and every addition of another's, where one device often rounds
+    once; and where terms cancel, that is any multiple of the result. But k partial sums are
+    within (k + 2)/512 of the sum of |terms|, 2 % for 8 ranks. Some of torch's own kernels add
+    their taps in bfloat16, on one device too: 3 %.
     """
     whole = operands(case | {"dtype": torch.bfloat16})
     x = case.get("layout") or Layout.replicated(case["x"], ranks=mesh.size)
@@ -250,7 +251,7 @@ def check_bfloat16(mesh: Mesh, case: Case) -> None:
     for one, exact, scale, at in zip(ours, truth, terms, [operation.out, *layouts], strict=True):
         slab = at.slab(mesh.rank)
         assert one.dtype == torch.bfloat16
-        assert ((one.double() - exact[slab]).abs() <= (mesh.size + 2) / 512 * scale[slab]).all()
+        assert ((one.double() - exact[slab]).abs() <= 3e-2 * scale[slab]).all()
 
 
 @settings(max_examples=40, deadline=None)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from drawing import WORLDS, layouts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawing import WORLDS, layouts
 from tilewise.comm import Mesh
 from tilewise.errors import OperatorError
 from tilewise.layout import Axes, Layout

@@ -62,7 +62,7 @@ def test_bits_are_those_of_the_formula(shape: tuple[int, ...]) -> None:
 @given(st.data())
 def test_every_slab_draws_its_part_of_the_whole(data: st.DataObject) -> None:
     world = data.draw(st.sampled_from(WORLDS))
-    shape = data.draw(st.lists(st.sampled_from([1, 2, 3, 5, 8, 40]), max_size=4))
+    shape = data.draw(st.lists(st.sampled_from([1, 2, 3, 5, 8, 40]), max_size=3))
     layout = data.draw(layouts(shape, world))
     draws = Draws(data.draw(st.integers(0, 1 << 64)), data.draw(st.integers(0, 1000)))
     whole = Layout(shape)
@@ -178,15 +178,9 @@ def check_dropout(
     draws = Draws(11, 3)
     plan = KINDS[kind](x, p, training=True, draws=draws, stream=8, rank=mesh.rank, axes=axes)
     whole = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    tolerance = {torch.float64: 1e-15, torch.float32: 3e-7, torch.bfloat16: 1e-2}[dtype]
-    assert_matches_serial(
-        mesh,
-        plan,
-        lambda x: reference(x, kind, p, draws, 8),
-        [whole],
-        [x],
-        tolerance=1e-30 if "alpha" not in kind else tolerance,
-    )
+    # Bit by bit: no rounding differs from one device.
+    serial = lambda x: reference(x, kind, p, draws, 8)  # noqa: E731
+    assert_matches_serial(mesh, plan, serial, [whole], [x], tolerance=1e-30)
 
 
 @st.composite

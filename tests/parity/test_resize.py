@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from drawing import WORLDS, layouts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawing import WORLDS, layouts
 from tilewise.comm import Mesh
 from tilewise.errors import OperatorError
 from tilewise.layout import Axes, Layout
@@ -71,8 +71,9 @@ def resizes(draw: st.DrawFn) -> Any:
         scales = tuple(
             draw(
                 factors.filter(
-                    lambda s, e=extent: int(e * s) >= 1
-                    and (s == 1 or int(e * s) != e or mode != "nearest")
+                    lambda s, e=extent: (
+                        int(e * s) >= 1 and (s == 1 or int(e * s) != e or mode != "nearest")
+                    )
                 )
             )
             for extent in space

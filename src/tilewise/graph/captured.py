@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -52,7 +52,10 @@ class Graph:
 
     def __getstate__(self) -> dict[str, Any]:
         traced = {"training": self.training, "evaluation": self.evaluation, "plain": self.plain}
-        examples = {"inputs": tree_map(_meta, self.inputs), "targets": tree_map(_meta, self.targets)}
+        examples = {
+            "inputs": tree_map(_meta, self.inputs),
+            "targets": tree_map(_meta, self.targets),
+        }
         return self.__dict__ | traced | examples | {"modules": self.modules, "tracer": None}
 
     @cached_property

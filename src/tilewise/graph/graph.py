@@ -72,10 +72,10 @@ class Node:
             weight = self.args[1].shape
             spread = self.args[0].shape if "transpose" in self.kind else self.out.shape
             fan = prod(weight[1:])
-            return 2 * spread[0] * weight[0] * prod(spread[2:]) * fan
+            return int(2 * spread[0] * weight[0] * prod(spread[2:]) * fan)
         if self.kind in ("linear", "matmul", "mm", "addmm", "bmm"):
             operand = self.args[1 if self.kind == "addmm" else 0].shape
-            return 2 * prod(self.out.shape) * operand[-1]
+            return int(2 * prod(self.out.shape) * operand[-1])
         return 0
 
     def __repr__(self) -> str:

@@ -15,8 +15,9 @@ from tilewise.comm import Exchange, Mesh
 from tilewise.errors import PlanError
 from tilewise.graph import optimizers, state
 from tilewise.graph.captured import Graph, as_tuple, capture
+from tilewise.graph.executable import Executable
 from tilewise.graph.held import Held, at_rest, whole_cover
-from tilewise.graph.lower import Executable, plan_program
+from tilewise.graph.lower import plan_program
 from tilewise.layout import PARTIAL, Axes, Axis, Cover, Layout
 from tilewise.ops.draws import Draws
 from tilewise.plan import Plan
@@ -195,10 +196,7 @@ class ParallelModel(nn.Module):
             raise PlanError(f"at: {len(shapes)} shapes for {len(leaves)} inputs")
         remaining = iter(shapes)
         changed = [
-            _like(leaf, next(remaining))
-            if isinstance(leaf, Tensor)
-            else leaf
-            for leaf in leaves
+            _like(leaf, next(remaining)) if isinstance(leaf, Tensor) else leaf for leaf in leaves
         ]
         return cast(tuple[Any, ...], tree_unflatten(changed, spec))
 

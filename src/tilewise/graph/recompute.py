@@ -73,8 +73,7 @@ class _Stretch(torch.autograd.Function):
         conditions, draws = ctx.conditions, ctx.draws
         needed = ctx.needs_input_grad[4:]
         inputs = [
-            tensor.detach().requires_grad_(need)
-            for tensor, need in zip(ctx.saved_tensors, needed)
+            tensor.detach().requires_grad_(need) for tensor, need in zip(ctx.saved_tensors, needed)
         ]
         chain = Chain()
         step, draws.step = draws.step, conditions.step
@@ -94,6 +93,10 @@ class _Stretch(torch.autograd.Function):
         if chain.token is not start and chain.token is not None:
             ends.append((chain.token, torch.zeros_like(chain.token)))
         torch.autograd.backward([t for t, _ in ends], [g for _, g in ends])
-        return None, None, None, token, *(
-            tensor.grad if need else None for tensor, need in zip(inputs, needed)
+        return (
+            None,
+            None,
+            None,
+            token,
+            *(tensor.grad if need else None for tensor, need in zip(inputs, needed)),
         )

@@ -10,14 +10,14 @@ A rule reads one call of a captured program and plans it on the layouts of its o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tilewise.errors import PlanError
 from tilewise.graph.graph import Node, Value
 from tilewise.layout import Axes, Degrees, Layout
-from tilewise.ops.operation import Operation
 from tilewise.ops.draws import Draws
+from tilewise.ops.operation import Operation
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Site:
     draws: Draws
     stream: int = 0
     statistics: str = "global"
-    followed: Degrees = Degrees()
+    followed: Degrees = field(default_factory=Degrees)
 
     def layout(self, value: Value) -> Layout:
         """Return where an operand lies; what the model holds counts as whole on every rank."""

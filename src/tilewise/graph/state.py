@@ -101,9 +101,8 @@ def unwrap(model: ParallelModel, state: dict[str, Any], prefix: str = "") -> Non
                     "torch.distributed.checkpoint, or from a full state dict"
                 )
             state[name] = found.local
-        elif cover is not None and isinstance(found, Tensor) and _is_cut(cover):
-            if tuple(found.shape) == cover.shape:
-                state[name] = take(found, cover, model.mesh.rank)
+        elif isinstance(found, Tensor) and cover is not None and tuple(found.shape) == cover.shape:
+            state[name] = take(found, cover, model.mesh.rank) if _is_cut(cover) else found
 
 
 def full_state_dict(model: ParallelModel) -> dict[str, Tensor]:

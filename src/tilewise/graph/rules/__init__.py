@@ -1,8 +1,17 @@
 """The rules: one file for each operator family; importing this package registers them."""
 
-import contextlib
-from tilewise.graph.rules import norm, random, reduce, shape, weighted, window
-with contextlib.suppress(ImportError):
-    from tilewise.graph.rules import loss
-from tilewise.graph.rules import pointwise
+from tilewise.graph.rules import norm, random, reduce, shape, weighted, window  # isort: skip
+from tilewise.graph.rules import pointwise  # isort: skip - takes what is left
 from tilewise.graph.rules.undivided import fallback, whole
+
+__all__ = [
+    "fallback",
+    "norm",
+    "pointwise",
+    "random",
+    "reduce",
+    "shape",
+    "weighted",
+    "whole",
+    "window",
+]

@@ -83,7 +83,9 @@ def _rand(site: Site) -> Lowered:
 @rule("randn_like", "randn", "normal_functional", cuts=False)
 def _randn(site: Site) -> Lowered:
     if site.node.kind == "normal_functional" and tuple(site.node.args[1:3]) not in ((), (0.0, 1.0)):
-        raise PlanError(f"{site.node.name}: normal_ must have mean 0 and std 1; scale it afterwards")
+        raise PlanError(
+            f"{site.node.name}: normal_ must have mean 0 and std 1; scale it afterwards"
+        )
     return _drawn(site, randn_like)
 
 
@@ -95,7 +97,10 @@ def _made(site: Site) -> Lowered:
     source = site.layout(like)
     same = len(shape) == len(source.shape)
     axes = Axes(
-        Axis(a.size, a.dim if same and a.dim >= 0 and shape[a.dim] == source.shape[a.dim] else REPLICA)
+        Axis(
+            a.size,
+            a.dim if same and a.dim >= 0 and shape[a.dim] == source.shape[a.dim] else REPLICA,
+        )
         for a in source.axes
     )
     out = Layout(shape, axes)
