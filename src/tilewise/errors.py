@@ -23,6 +23,10 @@ class CaptureError(TilewiseError, ValueError):
     """A model cannot be captured."""
 
 
+class DataError(TilewiseError, ValueError):
+    """A file, a key or a value of a data set is not what it should be."""
+
+
 class MismatchError(TilewiseError, RuntimeError):
     """Ranks disagree about what they are about to do; raised on all of them."""
 

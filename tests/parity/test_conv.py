@@ -258,11 +258,9 @@ def check_bfloat16(mesh: Mesh, case: Case) -> None:
 @given(st.booleans().flatmap(lambda transposed: cases(transposed=transposed)))
 def test_bfloat16(drawn: tuple[int, Case]) -> None:
     world, case = drawn
-    if case["arguments"].get("transposed"):
-        # oneDNN leaves garbage in the weight's gradient, on one device too, where a tap meets
-        # padding only (conv_transpose2d, bfloat16, channels_last; torch 2.13)
-        case = case | {"last": False}
-    ranks(world, check_bfloat16, case)
+    # Not channels_last: there oneDNN is wrong on one device too (torch 2.13), in y of grouped
+    # convolutions and in the weight's gradient of transposed ones.
+    ranks(world, check_bfloat16, case | {"last": False})
 
 
 @pytest.mark.parametrize("name", EXPLICIT)

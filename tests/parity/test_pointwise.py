@@ -53,7 +53,6 @@ def broadcasts(draw: st.DrawFn) -> tuple[int, str, list[Layout], Axes | None, to
     shapes = []
     for _ in range(count):
         own = [draw(st.sampled_from([extent, extent, 1])) for extent in shape]
-        # lerp alone does not broadcast missing dims of its weight in older torch
         shapes.append(own[draw(st.sampled_from([0, 0, *range(len(own) + 1)])) :])
     out = torch.broadcast_shapes(*shapes)
     axes = draw(st.none() | layouts(out, world).map(lambda layout: layout.axes))

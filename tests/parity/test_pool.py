@@ -293,13 +293,13 @@ def test_pool_errors(arguments: dict[str, Any], text: str) -> None:
 
 def test_adaptive_errors() -> None:
     x = Layout.of((2, 3, 9, 9), "nchw", "h2", ranks=2)
-    with pytest.raises(OperatorError, match="head: size .* must be at least 1"):
+    with pytest.raises(OperatorError, match=r"head: size .* must be at least 1"):
         adaptive_pool(x, "avg", (1, 0), rank=0, layer="head")
-    with pytest.raises(OperatorError, match="head: kind .* must be 'max' or 'avg'"):
+    with pytest.raises(OperatorError, match=r"head: kind .* must be 'max' or 'avg'"):
         adaptive_pool(x, "min", (1, 1), rank=0, layer="head")
-    with pytest.raises(OperatorError, match="head: return_indices needs max"):
+    with pytest.raises(OperatorError, match=r"head: return_indices needs max"):
         adaptive_pool(x, "avg", (1, 1), return_indices=True, rank=0, layer="head")
-    with pytest.raises(OperatorError, match="head: size .* names 1 dims"):
+    with pytest.raises(OperatorError, match=r"head: size .* names 1 dims"):
         adaptive_pool(x, "avg", (1,), rank=0, layer="head")
-    with pytest.raises(OperatorError, match="head: input .* must not be empty in space"):
+    with pytest.raises(OperatorError, match=r"head: input .* must not be empty in space"):
         adaptive_pool(Layout((2, 3, 0, 9), x.axes), "avg", (1, 1), rank=0, layer="head")

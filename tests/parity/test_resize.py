@@ -197,5 +197,5 @@ def test_shuffle_errors() -> None:
         pixel_unshuffle(X, 2, rank=0, layer="ps")
     with pytest.raises(OperatorError, match=r"ps: factor \(=0\) must be at least 1"):
         pixel_shuffle(X, 0, rank=0, layer="ps")
-    with pytest.raises(OperatorError, match="ps: input .* has 2 dims"):
+    with pytest.raises(OperatorError, match=r"ps: input .* has 2 dims"):
         pixel_shuffle(Layout((4, 4)), 2, rank=0, layer="ps")

@@ -29,7 +29,7 @@ class Taps:
 
 
 def gather(x: Tensor, taps: Sequence[Taps]) -> Tensor:
-    """Apply one gather after the other; keeps nothing of x for backward.
+    """Apply one gather after the other, copy without any; keeps nothing of x for backward.
 
     Half-precision sums are carried in float32, as torch's own kernels do.
     """

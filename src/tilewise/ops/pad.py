@@ -181,9 +181,10 @@ def roll(
         return _operation(x, y, rules)
 
     def local(inner: list[Any], x: Tensor) -> Tensor:
-        return torch.roll(x, amounts, where).contiguous(memory_format=memory_format(x))
+        out = torch.roll(x, list(moved.values()), list(moved))
+        return out.contiguous(memory_format=memory_format(x))
 
-    return _operation(x, y, {}, local)
+    return _operation(x, y, {}, local if moved else None)
 
 
 def _operation(
@@ -256,9 +257,9 @@ def _indexed(x: Layout, y: Layout, widths: dict[int, Interval], mode: str, rank:
             taps.append(Taps(dim, (index - index.min())[None]))
 
     def local(inner: list[Any], x: Tensor) -> Tensor:
-        return gather(x, taps) if taps else x
+        return gather(x, taps)
 
-    return _operation(x, y, {dim: interval(dim) for dim in widths}, local)
+    return _operation(x, y, {dim: interval(dim) for dim in widths}, local if taps else None)
 
 
 def _dim(x: Layout, dim: int, layer: str) -> int:

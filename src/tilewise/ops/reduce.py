@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from tilewise.errors import OperatorError
 from tilewise.layout import PARTIAL, REPLICA, Axes, Cover, Layout
 from tilewise.ops.operation import Need, Operation
-from tilewise.ops.summary import HALVES, Summary, combine, moments
+from tilewise.ops.summary import Summary, combine, moments, wide_sum
 
 EXTREMES = ("amax", "amin")
 PICKS = ("max", "min", "argmax", "argmin")
@@ -79,11 +79,10 @@ def _sum(summary: Summary, kind: str, correction: float, rank: int) -> _Plan:
     def local(inner: list[Any], x: Tensor) -> list[Tensor]:
         if not summary.split:
             return [getattr(x, kind)(dims, keepdim=True)]
-        wide = torch.float32 if x.dtype in HALVES else None
-        total = inner[0](x.sum(dims, keepdim=True, dtype=wide))
+        total = inner[0](wide_sum(x, dims, keepdim=True))
         if kind == "mean":
             total = total / count
-        return [total if wide is None else total.to(x.dtype)]
+        return [total.to(x.dtype) if x.is_floating_point() else total]
 
     return local, (Cover.of(source), Cover.of(kept)), 1
 

@@ -56,7 +56,7 @@ def resize(
 
     Where both are given, `scales` only place the sources, as ATen's operators do. Where torch's
     kernels do not agree among themselves, its backward is followed: nearest modes compute in
-    float32, and "nearest" copies where a factor leaves an extent as it is.
+    float32, and "nearest" copies or doubles where the extents say so, whatever the factor.
 
     Layout: x any → y cut as `axes` say or as x is.
     Communication: the sources that lie beyond a cut, one message to each peer that holds any;
@@ -145,7 +145,7 @@ class Sampling:
         if self.align_corners:
             last = torch.tensor(self.extent - 1, dtype=real)
             return output * (last / (self.outputs - 1) if self.outputs > 1 else 0 * last)
-        if self.factor:
+        if self.factor and not (self.mode == "nearest" and self.outputs == 2 * self.extent):
             step = torch.tensor(1.0 / self.factor, dtype=real)
         else:
             step = torch.tensor(self.extent, dtype=real) / self.outputs

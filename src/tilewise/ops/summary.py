@@ -159,3 +159,10 @@ def combine_into(found: Tensor, counts: Tensor, index: Tensor, size: int) -> tup
 def widened(x: Tensor) -> Tensor:
     """Return x in the precision to sum in: float32 for the half types."""
     return x.float() if x.dtype in HALVES else x
+
+
+def wide_sum(x: Tensor, dims: Sequence[int], *, keepdim: bool = False) -> Tensor:
+    """Sum over `dims`, which may be none; half types in float32 and to it."""
+    if not dims:
+        return widened(x)
+    return x.sum(tuple(dims), keepdim, dtype=torch.float32 if x.dtype in HALVES else None)

@@ -83,7 +83,7 @@ class Pool:
             for rank in [rank for rank in members if self.pipes[rank] in ready]:
                 try:
                     results[rank] = self.pipes[rank].recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     results[rank] = (False, "the process ended")
             if any(not ok for ok, _ in results.values()):
                 deadline = min(deadline, time.monotonic() + 5.0)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import Tensor
+
 from tilewise.graph.graph import values_in
 from tilewise.graph.rule import Lowered, Site, rule
+from tilewise.graph.rules.undivided import fallback
 from tilewise.ops.join import cat, select, split, stack, unbind
+from tilewise.ops.operation import Operation
 from tilewise.ops.pad import flip, roll, slice_dim
+from tilewise.ops.scatter import slice_scatter
 from tilewise.ops.shape import expand, permute, repeat, reshape, transpose
 
 
@@ -133,3 +140,38 @@ def _roll(site: Site) -> Lowered:
     x = site.node.values()[0]
     shifts, dims = site.argument(1, "shifts"), site.argument(2, "dims", None)
     return Lowered(roll(site.layout(x), shifts, dims, rank=site.rank, layer=site.node.name), (x,))
+
+
+@rule("slice_scatter", cuts=False)
+def _slice_scatter(site: Site) -> Lowered:
+    x, new = site.node.values()
+    if site.argument(5, "step", 1) != 1:
+        return fallback(site)
+    dim = site.argument(2, "dim", 0)
+    start, stop = site.argument(3, "start", None), site.argument(4, "end", None)
+    operation = slice_scatter(
+        site.layout(x),
+        site.layout(new),
+        dim,
+        0 if start is None else start,
+        x.shape[dim] if stop is None else stop,
+        rank=site.rank,
+        layer=site.node.name,
+    )
+    return Lowered(operation, (x, new))
+
+
+@rule("broadcast_tensors", cuts=False)
+def _broadcast(site: Site) -> Lowered:
+    values = site.node.values()
+    each = [
+        expand(site.layout(value), out.shape, rank=site.rank, layer=site.node.name)
+        for value, out in zip(values, site.node.outs)
+    ]
+
+    def local(inner: list[Any], *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(one.local(inner, tensor) for one, tensor in zip(each, tensors))
+
+    needs = tuple(one.needs[0] for one in each)
+    gives, outs = tuple(one.gives[0] for one in each), tuple(one.out for one in each)
+    return Lowered(Operation(needs, local, gives, outs), values)

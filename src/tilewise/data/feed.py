@@ -1,0 +1,105 @@
+"""One field on its way from the files to the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewise.data.augmentation import Augmentation, Seen
+from tilewise.data.region import Array, Box, Piece, Run, runs, stretches
+from tilewise.data.share import Share
+from tilewise.data.source import Field
+from tilewise.data.transform import Transform
+from tilewise.errors import DataError
+from tilewise.layout import Cover, Layout
+
+
+class Feed:
+    """A field, how it is cut, and what is done to its numbers.
+
+    Args:
+        number: which one of the loader's fields it is.
+        field: a stored sample.
+        layout: of the batch that the model takes.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        name: str,
+        field: Field,
+        layout: Layout | Cover,
+        transforms: Sequence[Transform],
+        augmentation: Augmentation,
+    ) -> None:
+        self.number, self.name, self.field = number, name, field
+        self.transforms, self.augmentation = list(transforms), augmentation
+        shape = augmentation.shape(name, field.shape)
+        if layout.shape[1:] != shape:
+            cropped = f" (stored as {field.shape})" if shape != field.shape else ""
+            raise DataError(
+                f"data: field {name!r} has samples of shape {shape}{cropped}, its layout expects "
+                f"{layout.shape[1:]} after the batch"
+            )
+        self.share = Share(layout, field.shape)
+        self.changes = augmentation.changes_values(name)
+        self.plain = not self.transforms and not self.changes
+        self.dtype = self._worked(np.zeros((1,) * len(field.shape), field.dtype)).dtype
+
+    def _worked(self, stored: Array, box: Box | None = None, epoch: int = 0, sample: int = 0) -> Tensor:
+        """Transform and augment stored values; the array given is not changed."""
+        box = tuple((0, extent) for extent in stored.shape) if box is None else box
+        tensor = torch.from_numpy(np.array(stored, order="C"))
+        for transform in self.transforms:
+            tensor = transform.apply(tensor, box)
+        if self.changes:
+            tensor = self.augmentation.change(tensor, self.share.shape, box, epoch, sample)
+        return tensor
+
+    def tile_bytes(self, rank: int) -> int:
+        """Return how much the store keeps of a sample on a rank."""
+        return self.share.tile_elements(rank) * self.field.dtype.itemsize
+
+    def batch_bytes(self, batch: int, rank: int) -> int:
+        """Return the size of the rank's slab of a batch, stored or worked, whichever is larger."""
+        rows = len(self.share.rows(batch, rank))
+        elements = int(np.prod(self.share.slab_shape(rank), dtype=np.int64))
+        return rows * elements * max(self.field.dtype.itemsize, self.dtype.itemsize)
+
+    def allocate(self, batch: int, rank: int) -> Tensor:
+        """Return room for the rank's slab of a batch; past the sample's edge it is zero."""
+        shape = (len(self.share.rows(batch, rank)), *self.share.slab_shape(rank))
+        make = torch.empty if self.share.filled else torch.zeros
+        return make(shape, dtype=self.dtype)
+
+    def wanted(self, seen: Seen, rank: int) -> list[list[Run]]:
+        """Return the runs of each seen dim that fill the rank's slab of a sample."""
+        blocks = self.share.wanted(rank)
+        return [runs(block, index) for block, index in zip(blocks, seen.index)]
+
+    def put(self, row: Tensor, values: Array, piece: Piece, epoch: int, sample: int) -> None:
+        """Bring a piece, seen as the slab sees it, to its place in the slab."""
+        target = row[piece.local]
+        if self.plain:
+            np.copyto(place(row, piece), values)
+            return
+        for stretch in stretches(values.shape):
+            box = tuple(
+                (start + (part.start or 0), stop if part.stop is None else start + part.stop)
+                for (start, stop), part in zip(piece.out, stretch)
+            )
+            target[stretch] = self._worked(values[(*stretch, ...)], box, epoch, sample)
+
+
+def place(row: Tensor, piece: Piece) -> Array:
+    """Return the piece's place in a slab as an array that shares its memory."""
+    found: Array = row.numpy()[(*piece.local, ...)]
+    return found
+
+
+def straight(piece: Piece, seen: Seen) -> bool:
+    """Whether the piece is stored in the order in which it is seen."""
+    return not any(piece.back) and seen.perm == tuple(range(len(seen.perm)))
