@@ -168,6 +168,14 @@ def test_cases(case: tuple[str, Any], degrees: str) -> None:
             ranks(8, check, case[0], x, case[1], None, dtype, last)
 
 
+def test_nothing_to_fetch_is_still_a_copy() -> None:
+    x = Layout.of((1, 1, 3), "ncw", "w3", ranks=3)
+    ranks(3, check, "pad", x, ((0, 1), "replicate"), None)
+    ranks(3, check, "pad", x, ((0, 0), "reflect"), None)
+    ranks(3, check, "roll", x, (3, 2), None)
+    ranks(3, check, "slice", x, (2, 0, 9, 1), None)
+
+
 def check_silent(mesh: Mesh, name: str, x: Layout, arguments: tuple[Any, ...]) -> None:
     bound = PLANS[name](x, *arguments, rank=mesh.rank, layer="test").bind(mesh, [x], layer="t")
     with mesh.trace.record() as events:

@@ -268,6 +268,27 @@ def test_global_pooling_moves_no_input() -> None:
             assert operations[0].out.degrees == (1, 1, 1, 1)
 
 
+def check_traffic(mesh: Mesh, x: Layout, kind: str) -> None:
+    bound = adaptive_pool(x, kind, (1, 1), rank=mesh.rank).bind(mesh, [x], layer="head")
+    local = torch.randn(x.local_shape(mesh.rank), requires_grad=True)
+    with mesh.trace.record() as forth:
+        y = bound(local)
+    with mesh.trace.record() as back:
+        y.sum().backward()
+    if kind == "avg":
+        assert [(event.operation, event.bytes) for event in forth] == [("sum", 4 * y.numel())]
+        assert not back
+    else:
+        assert sum(event.bytes for event in forth) == 3 * (4 + 8) * y.numel()
+        # every replica has the whole gradient of its own row
+        assert not back
+
+
+@pytest.mark.parametrize("kind", ["avg", "max"])
+def test_traffic_of_global_pooling(kind: str) -> None:
+    ranks(4, check_traffic, Layout.of((3, 4, 64, 64), "nchw", "h2 w2", ranks=4), kind)
+
+
 ERRORS = [
     ({"kernel": 4, "kind": "avg", "ndim": 3, "padding": 2}, "of 3-D average pooling must not"),
     ({"kernel": 12}, "conv9: the kernel (12, 12) with dilation (1, 1) reaches further"),

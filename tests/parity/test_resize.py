@@ -14,7 +14,8 @@ from drawing import WORLDS, layouts
 from tilewise.comm import Mesh
 from tilewise.errors import OperatorError
 from tilewise.layout import Axes, Layout
-from tilewise.ops.resize import Sampling, pixel_shuffle, pixel_unshuffle, resize
+from tilewise.ops.resize import pixel_shuffle, pixel_unshuffle, resize
+from tilewise.ops.sampling import Sampling
 from tilewise.testing import assert_matches_serial, ranks
 
 MODES = {

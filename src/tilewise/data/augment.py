@@ -27,7 +27,7 @@ LETTERS = "whd"
 
 @dataclass(frozen=True)
 class View:
-    """How the spatial dims of a sample are seen: seen dim j shows stored dim perm[j] by index[j]."""
+    """How spatial dims are seen: seen dim j shows the stored dim perm[j] by index[j]."""
 
     perm: tuple[int, ...]
     index: tuple[Index, ...]
@@ -116,9 +116,7 @@ class Transpose(Geometric):
             shuffled = sorted(group, key=lambda dim: chance.uniform(dim))
             for dim, other in zip(group, shuffled):
                 order[dim] = other
-        return View(
-            tuple(view.perm[dim] for dim in order), tuple(view.index[dim] for dim in order)
-        )
+        return View(tuple(view.perm[dim] for dim in order), tuple(view.index[dim] for dim in order))
 
     def extents(self, extents: tuple[int, ...]) -> tuple[int, ...]:
         if not self._groups(extents):

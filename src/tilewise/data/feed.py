@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise.data.augmentation import Augmentation, Seen
-from tilewise.data.region import Array, Box, Piece, Run, runs, stretches
+from tilewise.data.region import Array, Box, Piece, Run, cut_out, runs, stretches
 from tilewise.data.share import Share
 from tilewise.data.source import Field
 from tilewise.data.transform import Transform
@@ -49,7 +49,9 @@ class Feed:
         self.plain = not self.transforms and not self.changes
         self.dtype = self._worked(np.zeros((1,) * len(field.shape), field.dtype)).dtype
 
-    def _worked(self, stored: Array, box: Box | None = None, epoch: int = 0, sample: int = 0) -> Tensor:
+    def _worked(
+        self, stored: Array, box: Box | None = None, epoch: int = 0, sample: int = 0
+    ) -> Tensor:
         """Transform and augment stored values; the array given is not changed."""
         box = tuple((0, extent) for extent in stored.shape) if box is None else box
         tensor = torch.from_numpy(np.array(stored, order="C"))
@@ -91,13 +93,12 @@ class Feed:
                 (start + (part.start or 0), stop if part.stop is None else start + part.stop)
                 for (start, stop), part in zip(piece.out, stretch)
             )
-            target[stretch] = self._worked(values[(*stretch, ...)], box, epoch, sample)
+            target[stretch] = self._worked(cut_out(values, stretch), box, epoch, sample)
 
 
 def place(row: Tensor, piece: Piece) -> Array:
     """Return the piece's place in a slab as an array that shares its memory."""
-    found: Array = row.numpy()[(*piece.local, ...)]
-    return found
+    return cut_out(row.numpy(), piece.local)
 
 
 def straight(piece: Piece, seen: Seen) -> bool:

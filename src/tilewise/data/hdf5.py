@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import h5py
+import h5py  # type: ignore[import-untyped]
 
 from tilewise.data.handles import Handles
 from tilewise.data.region import Array, Box

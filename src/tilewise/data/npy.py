@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tilewise.data.handles import Handles
-from tilewise.data.region import Array, Box
+from tilewise.data.region import Array, Box, cut_out
 from tilewise.data.source import Counts, Field, Source, Storage, check_field, native
 from tilewise.errors import DataError
 
@@ -59,7 +59,7 @@ class NpySource(Source):
         path = self.files[field]
         with self._handles.use(path) as array:
             check_field(str(path), self.fields[field], array.shape[1:], array.dtype)
-            out[...] = array[(index, *(slice(start, stop) for start, stop in box))]
+            out[...] = cut_out(array[index, ...], tuple(slice(start, stop) for start, stop in box))
 
     def close(self) -> None:
         self._handles.close()

@@ -123,6 +123,13 @@ def within(box: Box, tile: Box) -> Slices:
     return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(box, tile))
 
 
+def cut_out(array: Array, slices: Slices) -> Array:
+    """Return a box of an array as an array that shares its memory, a single element too."""
+    every: Any = (*slices, ...)
+    found: Array = array[every]
+    return found
+
+
 def whole(shape: Sequence[int]) -> Box:
     """Return the box of everything."""
     return tuple((0, extent) for extent in shape)

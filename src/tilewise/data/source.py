@@ -133,9 +133,11 @@ class Source(ABC):
 
     def verify(self, index: int) -> None:
         """Check what reading alone does not: checksums, where the format has them."""
+        return None
 
     def close(self) -> None:
         """Close all files."""
+        return None
 
 
 def as_text(box: Box) -> str:

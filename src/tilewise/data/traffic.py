@@ -18,8 +18,8 @@ import torch
 
 from tilewise.comm import Mesh
 from tilewise.data.augmentation import Seen
-from tilewise.data.feed import Feed, straight
-from tilewise.data.region import Array, Box, Piece, Run, clip, pieces, runs, within
+from tilewise.data.feed import Feed
+from tilewise.data.region import Array, Box, Piece, Run, clip, cut_out, pieces, runs, within
 
 # Slabs smaller than this go to a peer in one message; larger ones each in their own, uncopied.
 SMALL = 1 << 16
@@ -68,6 +68,7 @@ class Parcel:
     peer: int
     position: int
     pieces: list[Piece]
+    target: Array | None = None
 
     @property
     def elements(self) -> int:
@@ -84,28 +85,28 @@ class Traffic:
         self.together = feed.field.bytes // degrees < SMALL
         self.first_tag = (number % 2 * 64 + feed.number) * (batch + 1) + 1
         self._sent: list[tuple[int, Any, Array]] = []
-        self._awaited: list[tuple[list[Parcel], Any, Array]] = []
+        self._awaited: list[tuple[list[Parcel], Any, Array, int]] = []
 
-    def receive(self, parcels: Sequence[Parcel], room: dict[int, Array]) -> None:
-        """Post what will come; a parcel of one piece may go straight to its room by position."""
+    def receive(self, parcels: Sequence[Parcel]) -> None:
+        """Post what will come; a parcel with a target goes straight there if it comes alone."""
         for group in self._grouped(parcels):
-            first = group[0]
-            if len(group) == 1 and first.position in room:
-                buffer = as_bytes(room[first.position])
-            else:
+            target = group[0].target if len(group) == 1 else None
+            if target is None:
                 size = sum(parcel.elements for parcel in group) * self.feed.field.dtype.itemsize
                 buffer = np.empty(size, np.uint8)
+            else:
+                buffer = as_bytes(target)
             work = self.mesh.receive(
-                torch.from_numpy(buffer), first.peer, tag=self._tag(group), layer=self.layer
+                torch.from_numpy(buffer), group[0].peer, tag=self._tag(group), layer=self.layer
             )
-            self._awaited.append((group, work, buffer))
+            self._awaited.append((group if target is None else [], work, buffer, group[0].peer))
 
     def send(self, parcels: Sequence[Parcel], tiles: Sequence[Array], box: Box) -> None:
         """Send pieces of tiles, all of which fill `box`; the tiles must stay as they are."""
         held = {id(parcel): tile for parcel, tile in zip(parcels, tiles)}
         for group in self._grouped(parcels):
             parts = [
-                held[id(parcel)][(*within(piece.stored, box), ...)]
+                cut_out(held[id(parcel)], within(piece.stored, box))
                 for parcel in group
                 for piece in parcel.pieces
             ]
@@ -118,8 +119,8 @@ class Traffic:
 
     def wait(self) -> Iterator[tuple[int, Piece, Array]]:
         """Wait for all messages; then hand over (position, piece, stored values) of each piece."""
-        for group, work, _ in self._awaited:
-            self.mesh.wait(work, "receive", peer=group[0].peer, layer=self.layer)
+        for _, work, _, peer in self._awaited:
+            self.mesh.wait(work, "receive", peer=peer, layer=self.layer)
         for peer, work, _ in self._sent:
             self.mesh.wait(work, "send", peer=peer, layer=self.layer)
         self._sent.clear()
@@ -127,7 +128,7 @@ class Traffic:
 
     def _unpacked(self) -> Iterator[tuple[int, Piece, Array]]:
         while self._awaited:
-            group, _, buffer = self._awaited.pop()
+            group, _, buffer, _ = self._awaited.pop()
             values = buffer.view(self.feed.field.dtype)
             at = 0
             for parcel in group:
@@ -151,13 +152,3 @@ class Traffic:
 def as_bytes(array: Array) -> Array:
     """Return a contiguous array as flat bytes that share its memory."""
     return array.reshape(-1).view(np.uint8)
-
-
-def fits_straight(feed: Feed, parcel: Parcel, seen: Seen, target: Array) -> bool:
-    """Whether a parcel can be received right into the slab."""
-    return (
-        feed.plain
-        and len(parcel.pieces) == 1
-        and straight(parcel.pieces[0], seen)
-        and target.flags.c_contiguous
-    )

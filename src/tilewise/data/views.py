@@ -1,4 +1,4 @@
-"""Other sources out of one: sub-volumes, permuted dims, some of the samples. No file is rewritten."""
+"""Other sources out of one, without rewriting files: sub-volumes, permuted dims, some samples."""
 
 from __future__ import annotations
 
@@ -168,7 +168,9 @@ def split(source: Source, shares: Sequence[float], *, seed: int = 0) -> list[Sub
     ]
 
 
-def permutation(count: int, draws: Draws, stream: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def permutation(
+    count: int, draws: Draws, stream: int
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Return the numbers below `count` in the order of their random bits."""
     bits = uniform_bits(draws, stream, Layout((count,)), 0)
     order: np.ndarray[tuple[int], np.dtype[np.int64]] = torch.argsort(bits, stable=True).numpy()

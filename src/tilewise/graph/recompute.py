@@ -35,9 +35,9 @@ def recomputed(
     body: Body, inputs: Sequence[Tensor], chain: Chain, draws: Draws
 ) -> tuple[Tensor, ...]:
     """Run `body(inputs, chain, again)`, keeping nothing but its inputs for backward."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in inputs):
         return body(inputs, chain, False)
-    device = inputs[0].device.type if inputs else "cpu"
+    device = inputs[0].device.type
     conditions = _Conditions(
         draws.step,
         device,
@@ -64,6 +64,10 @@ class _Stretch(torch.autograd.Function):
         ctx.body, ctx.draws, ctx.conditions = body, draws, conditions
         ctx.save_for_backward(*inputs)
         outputs = body([tensor.detach() for tensor in inputs], Chain(), False)
+        given = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        outputs = tuple(  # a view of an input could not be written in place later
+            t.clone() if t.untyped_storage().data_ptr() in given else t for t in outputs
+        )
         ctx.mark_non_differentiable(*(t for t in outputs if not t.is_floating_point()))
         return token.clone(), *outputs
 

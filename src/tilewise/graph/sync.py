@@ -23,76 +23,113 @@ from tilewise.comm import Chain, Group, Mesh
 
 BUCKET_BYTES = 8 * 2**20
 
+Use = tuple[str, tuple[int, ...]]
+"""A parameter's name and the ranks that share its block in some layer."""
+
 
 @dataclass
 class Bucket:
-    """Parameters whose gradients are summed together: same group, same dtype.
-
-    `waiting` holds gradients of passes that were not to be summed yet.
-    """
+    """Parameters whose gradients are summed together: same group, same dtype."""
 
     group: Group
     names: list[str] = field(default_factory=list)
     bytes: int = 0
-    waiting: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def uses(self) -> list[Use]:
+        return [(name, self.group.ranks) for name in self.names]
 
     @property
     def label(self) -> str:
         return f"gradients of {self.names[0]}" + (" …" if len(self.names) > 1 else "")
 
 
+class Aside:
+    """This rank's gradients of passes that were not to be summed yet, whatever their program.
+
+    A parameter that has some here has a `.grad` too, if only of zeros: whoever clears that, clears
+    these.
+    """
+
+    def __init__(self) -> None:
+        self.grads: dict[Use, Tensor | None] = {}
+
+    def add(self, use: Use, grad: Tensor | None) -> None:
+        before = self.grads.get(use)
+        if grad is not None:
+            before = grad.clone() if before is None else before + grad
+        self.grads[use] = before
+
+    def take(self, use: Use, parameter: Tensor) -> Tensor | None:
+        """Return what waits for a parameter, and let go of it."""
+        grad = self.grads.pop(use, None)
+        return None if parameter.grad is None else grad
+
+    def clear(self) -> None:
+        self.grads.clear()
+
+
 class GradSync:
     """The buckets of one program, in the order in which the program reads their parameters."""
 
-    def __init__(self, mesh: Mesh, uses: Sequence[tuple[str, Tensor, tuple[int, ...]]]) -> None:
-        self.mesh = mesh
+    def __init__(
+        self, mesh: Mesh, aside: Aside, uses: Sequence[Use], parameters: dict[str, Tensor]
+    ) -> None:
+        self.mesh, self.aside = mesh, aside
         self.buckets: list[Bucket] = []
-        open_buckets: dict[tuple[tuple[int, ...], torch.dtype], Bucket] = {}
-        self.place: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
-        for name, tensor, ranks in uses:
-            if (name, ranks) in self.place:
-                continue
-            key = (ranks, tensor.dtype)
+        open_buckets: dict[Any, Bucket] = {}
+        self.place: dict[Use, tuple[int, int]] = {}
+        for use in dict.fromkeys(uses):
+            name, ranks = use
+            tensor = parameters[name]
+            key = (ranks, tensor.dtype, tensor.device)
             bucket = open_buckets.get(key)
             if bucket is None or bucket.bytes >= BUCKET_BYTES:
                 bucket = open_buckets[key] = Bucket(mesh.group(ranks))
                 self.buckets.append(bucket)
-            self.place[name, ranks] = (self.buckets.index(bucket), len(bucket.names))
+            self.place[use] = (self.buckets.index(bucket), len(bucket.names))
             bucket.names.append(name)
             bucket.bytes += tensor.numel() * tensor.element_size()
 
-    def enter(self, parameters: dict[str, Tensor], *, sync: bool) -> Entry:
+    def enter(self, parameters: dict[str, Tensor], chain: Chain, *, sync: bool) -> Entry:
         """Record the outer nodes; call first in a pass."""
-        return Entry(self, parameters, sync=sync)
+        return Entry(self, parameters, chain, sync=sync)
 
 
 class Entry:
     """One pass' way into the parameters."""
 
-    def __init__(self, buckets: GradSync, parameters: dict[str, Tensor], *, sync: bool) -> None:
-        self.buckets = buckets
+    def __init__(
+        self, buckets: GradSync, parameters: dict[str, Tensor], chain: Chain, *, sync: bool
+    ) -> None:
+        self.buckets, self.chain = buckets, chain
         self.outer: list[tuple[Tensor, ...]] = []
         self.states: list[_State] = []
         self.inner: dict[int, tuple[Tensor, ...]] = {}
         for bucket in buckets.buckets:
-            state = _State(buckets.mesh, bucket, sync)
+            entering = [parameters[name] for name in bucket.names]
+            state = _State(buckets.mesh, bucket, buckets.aside, entering, sync)
             self.states.append(state)
-            self.outer.append(_Outer.apply(state, *(parameters[name] for name in bucket.names)))
+            self.outer.append(_Outer.apply(state, *entering))
 
-    def get(self, name: str, ranks: tuple[int, ...], chain: Chain) -> Tensor:
+    def get(self, use: Use) -> Tensor:
         """Return a parameter to compute with; the first of a bucket records its inner node."""
-        index, position = self.buckets.place[name, ranks]
+        index, position = self.buckets.place[use]
         if index not in self.inner:
-            token, *entered = _Inner.apply(self.states[index], chain.token, *self.outer[index])
-            chain.token = token
+            token, *entered = _Inner.apply(self.states[index], self.chain.token, *self.outer[index])
+            self.chain.token = token
             self.inner[index] = tuple(entered)
         return self.inner[index][position]
 
 
 @dataclass
 class _State:
+    """What the two nodes of a bucket know of each other in one pass."""
+
     mesh: Mesh
     bucket: Bucket
+    aside: Aside
+    parameters: list[Tensor]
     sync: bool
     work: Any = None
     flat: Tensor | None = None
@@ -110,12 +147,12 @@ class _Outer(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         state: _State = ctx.state
-        if state.flat is None:
-            return None, *grads
-        if state.work is not None:
-            state.mesh.finish(state.work, state.bucket.group, layer=state.bucket.label)
-            state.work = None
         flat, state.flat = state.flat, None
+        if flat is None:
+            nodes = [node for node, _ in ctx.next_functions]
+            return None, *_put_aside(state, grads, nodes)
+        state.mesh.finish(state.work, state.bucket.group, layer=state.bucket.label)
+        state.work = None
         if state.complete:
             return None, *grads
         touched = flat[-len(grads) :].tolist()
@@ -128,8 +165,6 @@ class _Inner(torch.autograd.Function):
         ctx: Any, state: _State, token: Tensor | None, *parameters: Tensor
     ) -> tuple[Tensor | None, ...]:
         ctx.state = state
-        ctx.shapes = [parameter.shape for parameter in parameters]
-        ctx.like = parameters[0].detach()
         ctx.set_materialize_grads(False)
         new_token = None if token is None else token.clone()
         return new_token, *(parameter.view_as(parameter) for parameter in parameters)
@@ -138,27 +173,56 @@ class _Inner(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, token: Tensor | None, *grads: Tensor | None) -> tuple[Any, ...]:
         state: _State = ctx.state
-        bucket = state.bucket
-        waiting = bucket.waiting
-        if not state.sync:
-            for name, grad in zip(bucket.names, grads):
-                if grad is not None:
-                    waiting[name] = grad + waiting[name] if name in waiting else grad.clone()
-            return None, token, *(None for _ in grads)
-        total = sum(shape.numel() for shape in ctx.shapes)
-        flat = ctx.like.new_zeros(total + len(grads))
-        views = []
-        state.complete = all(grad is not None for grad in grads)
-        at = 0
-        for i, (name, shape, grad) in enumerate(zip(bucket.names, ctx.shapes, grads)):
-            view = flat[at : at + shape.numel()].view(shape)
-            at += shape.numel()
-            views.append(view)
-            for part in (grad, waiting.pop(name, None)):
-                if part is not None:
-                    view += part
-                    flat[total + i] = 1
-        if bucket.group.size > 1:
-            state.work = state.mesh.sum(flat, bucket.group, layer=bucket.label, wait=False)
-        state.flat = flat
-        return None, token, *views
+        outer = ctx.next_functions[-1][0]
+        if not torch._C._will_engine_execute_node(outer):
+            return None, token, *(None for _ in grads)  # gradients of other tensors were asked for
+        returned = any(_is_returned(node) for node, _ in outer.next_functions)
+        if not state.sync and not returned:
+            return None, token, *grads
+        return None, token, *_start_sum(state, grads, with_aside=not returned)
+
+
+def _is_returned(node: Any) -> bool:
+    """Whether autograd.grad was asked for this parameter's gradient, not backward."""
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # raised for just this: a leaf whose gradient is handed out
+        return True
+    return False
+
+
+def _start_sum(
+    state: _State, grads: Sequence[Tensor | None], *, with_aside: bool
+) -> list[Tensor]:
+    """Copy gradients, and those put aside before, into one buffer and start its sum."""
+    shapes = [parameter.shape for parameter in state.parameters]
+    total = sum(shape.numel() for shape in shapes)
+    flat = state.parameters[0].detach().new_zeros(total + len(grads))
+    state.complete = all(grad is not None for grad in grads)
+    views: list[Tensor] = []
+    at = 0
+    for i, (use, parameter, grad) in enumerate(zip(state.bucket.uses, state.parameters, grads)):
+        view = flat[at : at + parameter.numel()].view(parameter.shape)
+        at += parameter.numel()
+        views.append(view)
+        for part in (grad, state.aside.take(use, parameter) if with_aside else None):
+            if part is not None:
+                view += part
+                flat[total + i] = 1
+    state.work = state.mesh.sum(flat, state.bucket.group, layer=state.bucket.label, wait=False)
+    state.flat = flat
+    return views
+
+
+def _put_aside(
+    state: _State, grads: Sequence[Tensor | None], nodes: Sequence[Any]
+) -> list[Tensor | None]:
+    """Keep gradients for a later sum; return the zeros that stand for them in `.grad`."""
+    marks: list[Tensor | None] = []
+    for use, parameter, grad, node in zip(state.bucket.uses, state.parameters, grads, nodes):
+        if not torch._C._will_engine_execute_node(node):
+            grad = None
+        state.aside.add(use, grad)
+        absent = parameter.grad is None and grad is not None
+        marks.append(torch.zeros_like(parameter) if absent else None)
+    return marks

@@ -162,7 +162,8 @@ class _Local:
         product = logs * target
         if weight is not None:
             product = product * _column(weight, logs)
-        positions = torch.tensor(product.numel() / self.work.shape[1], device=logs.device)
+        number = product.numel() / self.work.shape[1]
+        positions = torch.tensor(number, dtype=torch.float64, device=logs.device)
         return self._reduced(-wide_sum(product, [1])), positions
 
     def _of_indices(

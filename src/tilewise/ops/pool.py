@@ -13,7 +13,6 @@ A dim that is not split keeps its padding for the local operator, so nothing is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import inf, prod
 from typing import Any
 
@@ -21,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilewise.errors import OperatorError
 from tilewise.layout import Axes, Block, Cover, Layout, Window, block
 from tilewise.ops.adaptive import adaptive_pool, relocate
 from tilewise.ops.gather import memory_format
 from tilewise.ops.operation import Need, Operation, tied_zeros
+from tilewise.ops.pool_spec import PoolSpec
 
 _ATEN = torch.ops.aten
 _FORTH = {
@@ -42,81 +41,6 @@ _BACK = {
 }
 
 
-@dataclass(frozen=True)
-class PoolSpec:
-    """A pooling operator's arguments, one entry for each spatial dim."""
-
-    kind: str
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    ceil_mode: bool = False
-    count_include_pad: bool = True
-    divisor_override: int | None = None
-    return_indices: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        kind: str,
-        kernel: int | Sequence[int],
-        *,
-        ndim: int,
-        stride: int | Sequence[int] | None = None,
-        padding: int | Sequence[int] = 0,
-        dilation: int | Sequence[int] = 1,
-        ceil_mode: bool = False,
-        count_include_pad: bool = True,
-        divisor_override: int | None = None,
-        return_indices: bool = False,
-    ) -> PoolSpec:
-        """Read the arguments as torch takes them; no stride means the kernel's extent."""
-        if stride is None or (not isinstance(stride, int) and not len(stride)):
-            stride = kernel
-        return cls(
-            kind,
-            _each(kernel, ndim),
-            _each(stride, ndim),
-            _each(padding, ndim),
-            _each(dilation, ndim),
-            ceil_mode,
-            count_include_pad,
-            divisor_override,
-            return_indices,
-        )
-
-    @property
-    def ndim(self) -> int:
-        return len(self.kernel)
-
-    @property
-    def windows(self) -> tuple[Window, ...]:
-        return tuple(
-            Window(k, s, d, p, p)
-            for k, s, d, p in zip(self.kernel, self.stride, self.dilation, self.padding)
-        )
-
-    def outputs(self, extents: Sequence[int]) -> tuple[int, ...]:
-        """Return the spatial extents of the result, by torch's rule."""
-        found = []
-        for window, extent in zip(self.windows, extents):
-            count = window.outputs(extent)
-            if self.ceil_mode:
-                room = extent + 2 * window.before - window.reach
-                count = -(-room // window.stride) + 1
-                # the last window starts in the input or in the padding before it
-                if (count - 1) * window.stride >= extent + window.before:
-                    count -= 1
-            found.append(count)
-        return tuple(found)
-
-
-def _each(value: int | Sequence[int], ndim: int) -> tuple[int, ...]:
-    values = [value] if isinstance(value, int) else list(value)
-    return tuple(values * ndim if len(values) == 1 else values)
-
-
 def pool(
     x: Layout, spec: PoolSpec, *, axes: Axes | None = None, rank: int, layer: str = "pool"
 ) -> Operation:
@@ -131,7 +55,7 @@ def pool(
         no input (see adaptive_pool).
     Adjoint: the halo's gradient goes back and is added.
     """
-    outputs = _check(x, spec, layer)
+    outputs = spec.check(x, layer)
     lead = len(x.shape) - spec.ndim
     extents = x.shape[lead:]
     if _spans_split(x, axes, spec, outputs):
@@ -202,40 +126,26 @@ class _Local:
             0 if is_native else window.inputs(*cut)[0]
             for window, cut, is_native in zip(spec.windows, outputs, native)
         ]
-        padding = tuple(p if keep else 0 for p, keep in zip(spec.padding, native))
+        padding = [p if keep else 0 for p, keep in zip(spec.padding, native)]
         # torch has no 1-D kernels: it pools 1 × w planes, and so do we
-        row = spec.ndim == 1
-        self.row = row
-        self.ndim = spec.ndim + row
-        self.args: list[Any] = [
-            (*[fill] * row, *values)
-            for values, fill in (
-                (spec.kernel, 1),
-                (spec.stride, 1),
-                (padding, 0),
-                (spec.dilation, 1),
-            )
-        ]
-        self.factor = None
-        if spec.kind == "avg":
-            self.args[3:] = [spec.ceil_mode, spec.count_include_pad, spec.divisor_override]
-            if not self.plain and spec.divisor_override is None:
-                self.args[5] = prod(spec.kernel)
-                self.factor = _correction(spec, extents, outputs)
-        else:
+        self.row = spec.ndim == 1
+        self.ndim = spec.ndim + self.row
+        lists = ([1], spec.kernel), ([1], spec.stride), ([0], padding), ([1], spec.dilation)
+        self.args: list[Any] = [[*one * self.row, *values] for one, values in lists]
+        self.factor: Tensor | None = None
+        self.firsts: list[Tensor] | None = None
+        if spec.kind == "max":
             self.args.append(spec.ceil_mode)
-        edge = any(
-            cut[0] < cut[1] and not is_native and window.inputs(*cut)[0] < 0
-            for window, cut, is_native in zip(spec.windows, outputs, native)
-        )
-        self.firsts = (
-            [
-                torch.tensor([_first_tap(window, o) - start for o in range(*cut)])
-                for window, cut, start in zip(spec.windows, outputs, self.starts)
-            ]
-            if edge and spec.kind == "max"
-            else None
-        )
+            if any(start < 0 for start in self.starts):
+                self.firsts = [
+                    torch.tensor([_first_tap(window, o) - start for o in range(*cut)])
+                    for window, cut, start in zip(spec.windows, outputs, self.starts)
+                ]
+            return
+        self.args[3:] = [spec.ceil_mode, spec.count_include_pad, spec.divisor_override]
+        if not self.plain and spec.divisor_override is None:
+            self.args[5] = prod(spec.kernel)
+            self.factor = _correction(spec, extents, outputs)
 
     def __call__(self, inner: list[Any], x: Tensor) -> Any:
         if not prod(self.out):
@@ -325,40 +235,4 @@ def _correction(
     return None if bool((factor == 1).all()) else factor
 
 
-def _check(x: Layout, spec: PoolSpec, layer: str) -> tuple[int, ...]:
-    """Return the spatial extents of the result, or raise what one device would."""
-    if spec.kind not in ("max", "avg"):
-        raise OperatorError(f"{layer}: kind (={spec.kind!r}) must be 'max' or 'avg'")
-    if len(x.shape) not in (spec.ndim + 1, spec.ndim + 2):
-        raise OperatorError(
-            f"{layer}: input {x.shape} has {len(x.shape)} dims, {spec.ndim}-D pooling takes "
-            f"{spec.ndim + 1} or {spec.ndim + 2} (channel and {spec.ndim} of space, with or "
-            "without sample)"
-        )
-    for name in ("kernel", "stride", "dilation"):
-        if min(getattr(spec, name)) < 1:
-            raise OperatorError(f"{layer}: {name} (={getattr(spec, name)}) must be at least 1")
-    if spec.kind == "avg" and max(spec.dilation) > 1:
-        raise OperatorError(f"{layer}: dilation (={spec.dilation}) must be 1 for average pooling")
-    if spec.kind == "avg" and spec.return_indices:
-        raise OperatorError(f"{layer}: return_indices needs max pooling, this is average pooling")
-    if spec.divisor_override == 0:
-        raise OperatorError(f"{layer}: divisor_override (=0) must not be 0; leave it out")
-    if any(p < 0 or 2 * p > k for p, k in zip(spec.padding, spec.kernel)):
-        raise OperatorError(
-            f"{layer}: padding (={spec.padding}) must lie between 0 and half of the kernel "
-            f"(={spec.kernel}); pad the input before pooling instead"
-        )
-    extents = x.shape[-spec.ndim :]
-    if (spec.kind, spec.ndim) == ("avg", 3) and any(e < k for e, k in zip(extents, spec.kernel)):
-        raise OperatorError(
-            f"{layer}: the kernel (={spec.kernel}) of 3-D average pooling must not exceed the "
-            f"input {extents} without its padding; pad the input before pooling instead"
-        )
-    outputs = spec.outputs(extents)
-    if min(outputs) < 1 or min(extents) < 1:
-        raise OperatorError(
-            f"{layer}: the kernel {spec.kernel} with dilation {spec.dilation} reaches further "
-            f"than the input {extents} padded by {spec.padding}; pad more or use a smaller kernel"
-        )
-    return outputs
+__all__ = ["PoolSpec", "pool"]

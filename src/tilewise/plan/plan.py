@@ -119,9 +119,12 @@ class Plan:
                     f"divide the number of ranks (={ranks})"
                 )
 
-    def recomputes(self, name: str) -> bool:
-        """Whether the layer's activations are computed again in backward."""
-        return any(name == p or fnmatchcase(name, p) for p in self.recompute)
+    def recomputes(self, name: str) -> str | None:
+        """Return the first pattern by which the layer is computed again in backward, if any.
+
+        Neighbouring layers of one pattern are computed again together.
+        """
+        return next((p for p in self.recompute if name == p or fnmatchcase(name, p)), None)
 
     def to_json(self) -> str:
         """Return the plan as JSON text with a format version."""

@@ -1,0 +1,5 @@
+"""Run the command line as `python -m tilewise`."""
+
+from tilewise.cli import main
+
+main()

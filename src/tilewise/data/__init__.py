@@ -1,0 +1,42 @@
+"""Data: every rank reads its own slab, once."""
+
+from tilewise.data.augment import Crop, Flip, Noise, Roll, Scale, Shift, Transpose
+from tilewise.data.hdf5 import Hdf5Source
+from tilewise.data.loading import Batch, Loader, loader
+from tilewise.data.npy import NpySource
+from tilewise.data.open import open_source
+from tilewise.data.source import Field, Source
+from tilewise.data.summary import Summary
+from tilewise.data.transform import Cast, Log1p, Normalize, Transform
+from tilewise.data.views import Permuted, Subset, SubVolumes, split
+from tilewise.data.whole import WholeSamples
+from tilewise.data.zarr import ZarrSource
+
+__all__ = [
+    "Batch",
+    "Cast",
+    "Crop",
+    "Field",
+    "Flip",
+    "Hdf5Source",
+    "Loader",
+    "Log1p",
+    "Noise",
+    "Normalize",
+    "NpySource",
+    "Permuted",
+    "Roll",
+    "Scale",
+    "Shift",
+    "Source",
+    "SubVolumes",
+    "Subset",
+    "Summary",
+    "Transform",
+    "Transpose",
+    "WholeSamples",
+    "ZarrSource",
+    "loader",
+    "open_source",
+    "split",
+]

@@ -1,0 +1,343 @@
+"""The loader: every rank gets its own slabs of the same global batches."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tilewise.comm import Mesh
+from tilewise.data.amplification import amplification, whole_note
+from tilewise.data.augmentation import Augment, Augmentation
+from tilewise.data.feed import Feed
+from tilewise.data.making import Made, Maker
+from tilewise.data.open import open_source
+from tilewise.data.order import Order
+from tilewise.data.source import Source
+from tilewise.data.store import Store
+from tilewise.data.stream import Stream
+from tilewise.data.summary import Summary
+from tilewise.data.transform import TransformLike, as_transforms
+from tilewise.data.whole import WholeSamples
+from tilewise.errors import DataError, MismatchError, TilewiseError
+from tilewise.layout import Cover, Layout
+
+FORMAT = 1
+AMPLIFIED = 2.0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This rank's slabs of a global batch, one tensor for each field.
+
+    Attributes:
+        tensors: the slabs, in the order of the layouts; iterating gives them.
+        size: the global batch, to be passed on as `batch=`; the last one may be smaller.
+        samples: the numbers of the samples in it.
+    """
+
+    tensors: tuple[Tensor, ...]
+    size: int
+    samples: tuple[int, ...]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __getitem__(self, number: int) -> Tensor:
+        return self.tensors[number]
+
+
+class Loader:
+    """Global batches in an order that (seed, epoch) decides, each rank reading only its slabs.
+
+    Iterating once is one epoch; an epoch that is left early starts again from its first batch. All
+    ranks must iterate alike. What fails on one rank is raised on all of them at that batch.
+
+    Memory on a rank: its slab of a batch times (prefetch + 2), the store's budget, and a fixed
+    base.
+
+    Args:
+        data: a Source, the path of a set, or a map-style torch Dataset of whole samples, which
+            must give the same sample for the same index on every rank.
+        layouts: one for each field in order, such as `pmodel.input_layouts`; the batch is dim 0. A
+            Cover in place of a Layout reads slabs with their halo.
+        batch: the global batch; the layouts' by default.
+        fields: the names of the source's fields that the layouts stand for; all by default.
+        seed: of order and augmentation.
+        shuffle: draw another order for each epoch.
+        drop_last: leave out a smaller last batch.
+        prefetch: how many batches are made ahead.
+        store_bytes: what a rank may keep of the set in memory; None is nothing.
+        transforms: for each field by name: dtypes, Transforms or element-wise functions.
+        augment: augmentations in the order in which they are applied, after which come the
+            transforms and then the changes of intensity.
+        augment_fields: the fields that geometric augmentations concern, if not those whose last
+            extents are the first field's.
+        finite: raise where a file holds a value that is not finite.
+        mesh: the ranks that take part, such as `pmodel.mesh`; all by default. The loader opens
+            groups of its own on them, so all ranks must make their loaders in the same order.
+        name: for messages.
+    """
+
+    def __init__(
+        self,
+        data: Source | str | Path | Any,
+        layouts: Sequence[Layout | Cover] | Layout | Cover,
+        *,
+        batch: int | None = None,
+        fields: Sequence[str] | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        prefetch: int = 2,
+        store_bytes: int | None = None,
+        transforms: Mapping[str, TransformLike | Sequence[TransformLike]] | None = None,
+        augment: Sequence[Augment] = (),
+        augment_fields: Sequence[str] | None = None,
+        finite: bool = False,
+        mesh: Mesh | None = None,
+        name: str = "data",
+    ) -> None:
+        self.name = name
+        self.mesh = Mesh() if mesh is None else Mesh(mesh.world_ranks)
+        self.layouts = (layouts,) if isinstance(layouts, (Layout, Cover)) else tuple(layouts)
+        self.prefetch = prefetch
+        self._epoch = self._start = self._taken = 0
+        self._stream: Stream | None = None
+        failure: TilewiseError | None = None
+        try:
+            self.source = _as_source(data)
+            names = _names(self.source, self.layouts, fields, self.mesh.size)
+            chosen = {field: self.source.fields[field] for field in names}
+            self.augmentation = Augmentation(augment, chosen, seed=seed, concerned=augment_fields)
+            self.feeds = self._feeds(names, transforms or {})
+            size = self.layouts[0].shape[0] if batch is None else batch
+            self.order = Order(len(self.source), size, seed, shuffle, drop_last)
+            if prefetch < 0:
+                raise DataError(f"data: prefetch (={prefetch}) must not be negative")
+        except TilewiseError as error:
+            failure = error
+        _agree(self.mesh, name, failure)
+        self.mesh.agree(name, (self.order, chosen, self.layouts, store_bytes, augment))
+        self.store = None
+        if store_bytes is not None:
+            self.store = Store(self.feeds, self.order, self.mesh.rank, store_bytes)
+        self._maker = Maker(
+            self.source, self.feeds, self.augmentation, self.mesh, store=self.store, finite=finite
+        )
+        self._note_costs()
+
+    def _feeds(
+        self,
+        names: Sequence[str],
+        transforms: Mapping[str, TransformLike | Sequence[TransformLike]],
+    ) -> list[Feed]:
+        unknown = [field for field in transforms if field not in names]
+        if unknown:
+            raise DataError(f"data: transforms for {unknown[0]!r}, the fields are {list(names)}")
+        return [
+            Feed(
+                number,
+                field,
+                self.source.fields[field],
+                layout,
+                as_transforms(transforms.get(field)),
+                self.augmentation,
+            )
+            for number, (field, layout) in enumerate(zip(names, self.layouts))
+        ]
+
+    def _note_costs(self) -> None:
+        """Warn where a rank reads much more than its slabs."""
+        factor = amplification(self.source, self.feeds, self.mesh.rank)
+        if isinstance(self.source, WholeSamples):
+            if factor > 1:
+                warnings.warn(whole_note(self.source, self.name, factor), stacklevel=4)
+        elif factor > AMPLIFIED:
+            warnings.warn(
+                f"{self.name}: reading this rank's slabs goes through {factor:.1f} times their "
+                "bytes, because of how the files are chunked; `tilewise data inspect` shows which "
+                "plan or which chunks would fit",
+                stacklevel=4,
+            )
+
+    # -- iterating -------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch."""
+        return len(self.order)
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch that the next iteration goes through."""
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go on with the first batch of another epoch."""
+        self._end_stream()
+        self._epoch, self._start, self._taken = epoch, 0, 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._end_stream()
+        epoch, start, self._start = self._epoch, self._start, 0
+        self._taken = start
+        self.mesh.agree(self.name, ("epoch", epoch, "from batch", start))
+        order = self.order.epoch(epoch)
+
+        def make(number: int, answer_only: bool) -> Made:
+            samples = self.order.of(order, number)
+            return self._maker.make(epoch, number, samples, answer_only=answer_only)
+
+        self._stream = Stream(
+            make,
+            range(start, len(self)),
+            self._accept,
+            self.mesh,
+            prefetch=self.prefetch,
+            name=f"{self.name}, epoch {epoch}",
+        )
+        return _Epoch(self, self._stream)
+
+    def _accept(self, made: Made) -> None:
+        if self.store is not None:
+            for feed, owners, tiles in zip(self.feeds, made.owners, made.tiles):
+                self.store.commit(feed, made.samples, owners, tiles)
+        made.owners, made.tiles = [], []
+
+    def _next(self, stream: Stream) -> Batch | None:
+        made = stream.take()
+        if made is None:
+            if stream is self._stream:
+                self._end_stream()
+                self._epoch, self._taken = self._epoch + 1, 0
+            return None
+        self._taken = made.number + 1
+        return Batch(tuple(made.tensors), len(made.samples), tuple(made.samples))
+
+    def _end_stream(self) -> None:
+        if self._stream is not None:
+            self._stream.stop()
+            self._stream.join()
+            self._stream = None
+
+    def close(self) -> None:
+        """End the thread and close files and groups; all ranks must."""
+        self._end_stream()
+        self.source.close()
+        self.mesh.close()
+
+    # -- state -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loader stands: good for any plan and number of ranks."""
+        order = self.order
+        return {
+            "format": FORMAT,
+            "epoch": self._epoch,
+            "batches": self._taken,
+            "samples": order.samples,
+            "batch": order.batch,
+            "seed": order.seed,
+            "shuffle": order.shuffle,
+            "drop_last": order.drop_last,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after the batch at which the state was taken."""
+        self._end_stream()
+        mine = self.state_dict()
+        if set(state) != set(mine) or state["format"] != FORMAT:
+            raise DataError(f"{self.name}: this is not the state of a loader: {dict(state)}")
+        for key in ("samples", "batch", "seed", "shuffle", "drop_last"):
+            if state[key] != mine[key]:
+                raise DataError(
+                    f"{self.name}: the state has {key} {state[key]!r}, the loader {mine[key]!r}; "
+                    "its batches would be others"
+                )
+        self._epoch, self._start = int(state["epoch"]), int(state["batches"])
+        if self._start >= len(self):
+            self._epoch, self._start = self._epoch + 1, 0
+        self._taken = self._start
+
+    def summary(self) -> Summary:
+        """Return what this rank read and keeps so far."""
+        counts = self.source.counts
+        return Summary(
+            counts.requested_bytes,
+            counts.touched_bytes,
+            0 if self.store is None else self.store.bytes,
+            None if self.store is None else self.store.held,
+        )
+
+
+class _Epoch(Iterator[Batch]):
+    """The batches of one epoch; leaving it ends the thread behind it."""
+
+    def __init__(self, loader: Loader, stream: Stream) -> None:
+        self._loader, self._stream = loader, stream
+
+    def __next__(self) -> Batch:
+        found = self._loader._next(self._stream)
+        if found is None:
+            raise StopIteration
+        return found
+
+    def __del__(self) -> None:
+        self._stream.stop()
+
+
+def loader(
+    data: Source | str | Path | Any, layouts: Sequence[Layout | Cover] | Layout, **options: Any
+) -> Loader:
+    """Make a Loader; its docstring lists the options."""
+    return Loader(data, layouts, **options)
+
+
+def _as_source(data: Any) -> Source:
+    if isinstance(data, Source):
+        return data
+    if isinstance(data, (str, Path)):
+        return open_source(data)
+    return WholeSamples(data)
+
+
+def _names(
+    source: Source,
+    layouts: Sequence[Layout | Cover],
+    given: Sequence[str] | None,
+    ranks: int,
+) -> list[str]:
+    names = list(source.fields) if given is None else list(given)
+    missing = [name for name in names if name not in source.fields]
+    if missing:
+        raise DataError(f"data: no field {missing[0]!r}; the source has {list(source.fields)}")
+    if len(names) != len(layouts) or not names:
+        raise DataError(
+            f"data: {len(layouts)} layouts for the fields {names}; there must be one for each, in "
+            "order; say fields= to choose some"
+        )
+    for name, layout in zip(names, layouts):
+        if layout.ranks != ranks:
+            raise DataError(
+                f"data: the layout of {name!r} is for {layout.ranks} ranks, the mesh has {ranks}"
+            )
+        if not layout.shape:
+            raise DataError(f"data: the layout of {name!r} is a scalar's, without a batch")
+    return names
+
+
+def _agree(mesh: Mesh, name: str, failure: TilewiseError | None) -> None:
+    """Raise on all ranks what failed on one; on one rank alone, the error itself."""
+    if mesh.size == 1 and failure is not None:
+        raise failure
+    try:
+        mesh.agree(name, error=None if failure is None else str(failure))
+    except MismatchError as error:
+        raise DataError(str(error)) from failure

@@ -1,0 +1,18 @@
+"""Sets to train on, made offline: the same bytes from the same seed, whoever makes which sample."""
+
+from tilewise.data.synthetic import brain, cosmology, images, mesh, organs
+from tilewise.data.synthetic.generate import KINDS, generate, kind_named
+from tilewise.data.synthetic.kind import Field, Kind
+
+__all__ = [
+    "KINDS",
+    "Field",
+    "Kind",
+    "brain",
+    "cosmology",
+    "generate",
+    "images",
+    "kind_named",
+    "mesh",
+    "organs",
+]

@@ -1,0 +1,102 @@
+"""A parallel model for one global input shape."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tilewise.errors import PlanError
+from tilewise.graph.graph import Program, Value
+from tilewise.graph.shapes import tensors_in
+from tilewise.layout import Layout
+
+if TYPE_CHECKING:
+    from tilewise.graph.parallel import ParallelModel
+
+
+class At:
+    """A parallel model, with the same parameters, for inputs of one global shape."""
+
+    def __init__(self, model: ParallelModel, examples: tuple[Any, ...], targets: Any) -> None:
+        self.model, self.examples, self.targets = model, examples, targets
+        self.runs = model.runs
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run on this rank's slabs of the inputs."""
+        return self._run(inputs, None)
+
+    def loss(self, *tensors: Any) -> Tensor:
+        """Return the loss of input slabs and target slabs, the same on every rank."""
+        if self.targets is None:
+            raise PlanError("loss: the model was parallelized without a loss; pass loss=")
+        return cast(Tensor, self._run(tensors, self.targets))
+
+    def _run(self, tensors: tuple[Any, ...], targets: Any) -> Any:
+        outputs, planned = self.runs.run(
+            tensors_in(tensors), self.examples, targets, sync=self.model.synchronised
+        )
+        return _restore(outputs, planned.program)
+
+    @property
+    def input_layouts(self) -> tuple[Layout, ...]:
+        """How the inputs are cut; with a loss, its targets come after them."""
+        return self.runs.input_layouts(self.examples, self.targets)
+
+    @property
+    def output_layouts(self) -> tuple[Layout, ...]:
+        """How the outputs are cut."""
+        return self.runs.output_layouts(self.examples)
+
+    def scatter(self, *tensors: Any) -> Any:
+        """Cut this rank's slabs out of whole inputs (and targets), which every rank has."""
+        leaves, spec = tree_flatten(tensors)
+        whole = tensors_in(tensors)
+        targets = self.targets if len(whole) > len(tensors_in(self.examples)) else None
+        layouts = self.runs.input_layouts(self.examples, targets)
+        shapes = [tuple(tensor.shape) for tensor in whole]
+        if shapes != [layout.shape for layout in layouts]:
+            raise PlanError(
+                f"scatter: tensors of shape {shapes} are not the global inputs "
+                f"{[layout.shape for layout in layouts]}; say batch= or at() for another shape"
+            )
+        rest = iter(layouts)
+        rank = self.runs.mesh.rank
+        slabs = [
+            leaf[next(rest).slab(rank)].contiguous() if isinstance(leaf, Tensor) else leaf
+            for leaf in leaves
+        ]
+        out = tree_unflatten(slabs, spec)
+        return out[0] if len(out) == 1 else out
+
+    def gather(self, outputs: Any) -> Any:
+        """Return whole outputs on every rank from this rank's slabs of them.
+
+        A loss of the gathered outputs, computed alike on every rank, has the gradient of one
+        device: every rank's counts as the same one.
+        """
+        leaves, spec = tree_flatten(outputs)
+        layouts = self.output_layouts
+        if len(tensors_in(outputs)) != len(layouts):
+            raise PlanError(
+                f"gather: {len(tensors_in(outputs))} tensors for the {len(layouts)} outputs of the "
+                "model"
+            )
+        rest = iter(layouts)
+        whole = [
+            self._gathered(leaf, next(rest)) if isinstance(leaf, Tensor) else leaf
+            for leaf in leaves
+        ]
+        return tree_unflatten(whole, spec)
+
+    def _gathered(self, slab: Tensor, layout: Layout) -> Tensor:
+        target = Layout.replicated(layout.shape, ranks=layout.ranks)
+        return self.runs.exchange(layout, target, layer="gather")(slab)
+
+
+def _restore(outputs: tuple[Tensor, ...], program: Program) -> Any:
+    """Put tensors into the structure that the model returns."""
+    found = iter(outputs)
+    leaves = [next(found) if isinstance(value, Value) else value for value in program.outputs]
+    return tree_unflatten(leaves, program.out_spec)

@@ -1,0 +1,90 @@
+"""`tilewise verify` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "tilewise", "verify"]
+NET = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.conv = nn.Conv2d(3, width, 3, padding=1)
+        self.bn = nn.BatchNorm2d(width)
+        self.fc = nn.Linear(width, 2)
+
+    def forward(self, x):
+        return self.fc(torch.relu(self.bn(self.conv(x))).mean((2, 3)))
+
+class Odd(Net):
+    def forward(self, x):
+        return torch.sort(super().forward(x), dim=1).values
+"""
+
+
+def verify(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    (folder / "net.py").write_text(NET)
+    return subprocess.run(
+        [*COMMAND, *arguments], cwd=folder, capture_output=True, text=True, timeout=240
+    )
+
+
+def test_json_says_what_was_compared(tmp_path: Path) -> None:
+    ran = verify(
+        "net.py:Net", "--arg", "width=6", "--input", "4x3x9x7", "--ranks", "4",
+        "--plan", "n2 h2", "--steps", "2", "--json", folder=tmp_path,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert found["ok"] is True
+    assert found["model"] == "net.py:Net"
+    assert (found["plan"], found["ranks"]) == ("n2 h2", 4)
+    assert set(found["max_error"]) == {"output", "input_grad", "param_grad", "buffers", "loss"}
+    assert 0 < max(found["max_error"].values()) < 1e-9
+    assert found["fallbacks"] == []
+    assert found["worst_layer"]
+    assert found["seconds"] > 0
+
+
+def test_people_get_a_table_and_are_told_of_fallbacks(tmp_path: Path) -> None:
+    ran = verify("net.py:Odd", "--input", "4x3x9x7", "--plan", "h2", "--steps", "1",
+                 folder=tmp_path)  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert "param grad" in ran.stdout
+    assert "equal within 1e-09" in ran.stdout
+    assert "undivided: #sort has no rule" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("resnet5", "--input", "1x3x32x32"), "resnet50"),
+        (("net.py:Nothing", "--input", "1x3x8x8"), "net.py has no 'Nothing'"),
+        (("none.py:Net", "--input", "1x3x8x8"), "there is no file none.py"),
+        (("net.py:Net", "--input", "1x3xx8"), "must be extents joined by x"),
+        (("net.py:Net", "--input", "2x3x8x8", "--plan", "conv=d2"), "conv has no depth"),
+        (("net.py:Net", "--input", "2x3x8x8", "--plan", "h4"), "must divide the number of ranks"),
+        (("net.py:Net", "--input", "2x3x8x8", "--plan", "q2"), "'q2' in 'q2' is not one of"),
+        (("net.py:Net", "--input", "2x3x8x8", "--arg", "width"), "must be key=value"),
+        (("net.py:Net", "--input", "2x3x8x8", "--arg", "depth=3"), "raised"),
+        (("net.py:Net", "--input", "2x5x8x8"), "could not trace Net"),
+        (("net.py:Net", "--input", "2x3x8x8", "--dtype", "int8"), "must be one of float64"),
+        (("net.py:Net", "--input", "2x3x8x8", "--loss", "rmse"), "must be one of mse"),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    arguments: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    ran = verify(*arguments, folder=tmp_path)
+    assert ran.returncode == 2, (ran.stdout, ran.stderr)
+    assert message in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert len(ran.stderr.strip().splitlines()) == 1

@@ -1,0 +1,125 @@
+"""Every shipped network equals one device under every kind of plan, with no fallback."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from tilewise import Degrees, Graph, Mesh, Plan, capture, models
+from tilewise.testing import ranks
+from tilewise.testing.verify import LOSSES, Result, draw_targets, verify
+
+SMALL = {"width": 0.0625, "num_classes": 5}
+CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "alexnet": (SMALL, (2, 3, 70, 65)),
+    "vgg16": (SMALL, (2, 3, 40, 36)),
+    "inception_v3": (SMALL, (4, 3, 80, 91)),
+    "resnet50": (SMALL, (4, 3, 33, 35)),
+    "wrn50": (SMALL | {"k": 3}, (4, 3, 33, 35)),
+    "densenet121": (SMALL | {"width": 0.125}, (4, 3, 40, 33)),
+    "mesh1k": ({"width": 0.03125}, (2, 18, 64, 64)),
+    "mesh2k": ({"width": 0.03125}, (2, 18, 64, 128)),
+    "cosmoflow": ({"size": 16, "width": 0.125, "batch_norm": True}, (2, 4, 16, 16, 16)),
+    "cosmoflow_mlperf": ({"size": 32, "width": 0.125}, (2, 4, 32, 32, 32)),
+    "unet3d": ({"width": 0.0625}, (2, 1, 16, 16, 24)),
+}
+PLANS = ("n2", "h2", "h2 w2", "n2 h2", "c2", "f2", "c2 f2", "h2 f2", "n2 h2 c2")
+
+
+def build(name: str) -> tuple[torch.nn.Module, torch.Tensor]:
+    arguments, shape = CASES[name]
+    torch.manual_seed(0)
+    model = models.get(name)(**arguments).double()
+    return model, torch.randn(shape, dtype=torch.float64)
+
+
+@cache
+def captured(name: str) -> Graph:
+    model, x = build(name)
+    return capture(model, x, LOSSES["mse"], targets=draw_targets(model, [x], "mse"))
+
+
+def check(mesh: Mesh, name: str, graph: Graph, plan: str | Plan, steps: int) -> Result:
+    model, x = build(name)
+    return verify(mesh, model, [x], plan, steps=steps, graph=graph)
+
+
+def in_space(plan: str, ndim: int) -> str:
+    """Spell a plan for the first dims of space: h w of images, d h of volumes."""
+    return plan if ndim == 4 else plan.translate(str.maketrans("hw", "dh"))
+
+
+def random_plan(graph: Graph, world: int, seed: int) -> Plan:
+    """Draw degrees for each layer by itself; what shares a parameter shares c and f."""
+    draw = random.Random(seed)
+    layers: dict[str, Degrees] = {}
+    channels: dict[str, Degrees] = {}
+    for layer in graph.layers:
+        if not layer.extents or draw.random() < 0.3:
+            continue
+        letters = [letter for letter in "ncfdhw" if letter in layer.extents]
+        found = dict.fromkeys(letters, 1)
+        rest = world
+        while rest > 1 and draw.random() < 0.9:
+            found[draw.choice(letters)] *= 2
+            rest //= 2
+        degrees = Degrees(**found)
+        for name in layer.shares:
+            shared = channels.setdefault(name, degrees)
+            degrees = degrees.with_(c=shared.c, f=shared.f)
+        if world % degrees.product == 0:
+            layers[layer.name] = degrees
+    return Plan(layers)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_model_equals_one_device(name: str) -> None:
+    graph = captured(name)
+    for plan in PLANS:
+        plan = in_space(plan, len(CASES[name][1]))
+        result = ranks(Degrees.parse(plan).product, check, name, graph, plan, 1)[0]
+        assert result.ok, (plan, result)
+        assert not result.fallbacks
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_random_plans_equal_one_device(name: str) -> None:
+    graph = captured(name)
+    for world, seed in ((2, 0), (4, 1)):
+        plan = random_plan(graph, world, seed)
+        assert len({str(degrees) for degrees in plan.layers.values()}) > 2
+        result = ranks(world, check, name, graph, plan, 1)[0]
+        assert result.ok, (plan, result)
+        assert not result.fallbacks
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "shape"),
+    [
+        ("cosmoflow", {"size": 32, "width": 0.125}, (2, 4, 32, 32, 32)),
+        ("resnet50", SMALL, (4, 3, 33, 35)),
+    ],
+)
+def test_loss_curves_agree_over_twenty_steps(
+    name: str, arguments: dict[str, Any], shape: tuple[int, ...]
+) -> None:
+    for plan in ("h2", "c2", "n2 w2"):
+        losses = ranks(
+            Degrees.parse(plan).product, follow, name, arguments, shape, plan, timeout=280
+        )[0]
+        assert len(losses) == 20
+        for found, expected in losses:
+            assert abs(found - expected) <= 1e-9 * abs(expected)
+
+
+def follow(
+    mesh: Mesh, name: str, arguments: dict[str, Any], shape: tuple[int, ...], plan: str
+) -> list[tuple[float, float]]:
+    torch.manual_seed(0)
+    model = models.get(name)(**arguments).double()
+    x = torch.randn(shape, dtype=torch.float64)
+    return verify(mesh, model, [x], plan, steps=20, lr=1e-3).losses

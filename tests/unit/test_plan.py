@@ -1,0 +1,140 @@
+"""Plans: what is reduced, what raises, what follows what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tilewise import Degrees, Graph, Plan, capture
+from tilewise.errors import LayoutError, PlanError
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 3, padding=1)
+        self.deep = nn.Conv2d(8, 8, 3, padding=1, groups=2)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.deep(self.conv1(x)))
+        return self.fc(torch.flatten(self.pool(x), 1))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(4, 4, 3, padding=1)
+        self.b = nn.Conv2d(4, 4, 3, padding=1)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x))
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return capture(Net(), torch.randn(4, 3, 8, 6))
+
+
+def test_layers_have_names_kinds_shapes_and_flops(graph: Graph) -> None:
+    named = {layer.name: layer for layer in graph.layers}
+    assert list(named) == ["conv1", "deep", "#relu", "pool", "#flatten", "fc"]
+    assert named["conv1"].kind == "conv2d"
+    assert named["conv1"].shape == (4, 8, 8, 6)
+    assert named["conv1"].flops == 2 * 4 * 8 * 48 * 27
+    assert named["conv1"].parameters == 8 * 27 + 8
+    assert named["fc"].flops == 2 * 4 * 5 * 8
+    assert named["#flatten"].extents == {}
+
+
+def test_uniform_gives_each_layer_what_it_can_use(graph: Graph) -> None:
+    plan = Plan.uniform(graph, "n2 h2")
+    assert str(plan.layers["conv1"]) == "n2 h2"
+    assert str(plan.layers["#relu"]) == "n2 h2"
+    assert str(plan.layers["fc"]) == "n2"
+    assert "#flatten" not in plan.layers
+    assert any(note.startswith("pool: h2 reduced to h1") for note in plan.notes)
+
+
+def test_uniform_cuts_grouped_convolutions_no_further_than_groups(graph: Graph) -> None:
+    plan = Plan.uniform(graph, "c2 f2")
+    assert str(plan.layers["conv1"]) == "c2 f2"
+    assert plan.layers["deep"].c * plan.layers["deep"].f == 2
+    assert any(note.startswith("deep:") for note in plan.notes)
+
+
+def test_of_obeys_and_the_last_pattern_wins(graph: Graph) -> None:
+    plan = Plan.of(graph, {"*conv*": "h4", "conv1": "w2", "fc": "f4"})
+    assert {name: str(degrees) for name, degrees in plan.layers.items()} == {
+        "conv1": "w2",
+        "fc": "f4",
+    }
+
+
+@pytest.mark.parametrize(
+    ("patterns", "text"),
+    [
+        ({"fc": "h2"}, "fc has no height to cut by h2 (output 4×5); use n, c, f"),
+        ({"conv1": "d4"}, "conv1 has no depth to cut by d4 (output 4×8×8×6); use n, c, f, h, w"),
+        ({"conv9": "h2"}, "no layer matches 'conv9'; layers: conv1, deep"),
+        ({"#flatten": "n2"}, "#flatten (flatten) has no split of its own, it follows its producer"),
+    ],
+)
+def test_of_raises_what_a_layer_cannot_do(
+    graph: Graph, patterns: dict[str, str], text: str
+) -> None:
+    with pytest.raises(PlanError) as found:
+        Plan.of(graph, patterns)
+    assert text in str(found.value)
+
+
+def test_of_refuses_degrees_it_cannot_read(graph: Graph) -> None:
+    with pytest.raises(LayoutError, match="'x2' in 'x2' is not one of n c f d h w"):
+        Plan.of(graph, {"conv1": "x2"})
+
+
+def test_layers_that_share_a_parameter_share_channel_degrees() -> None:
+    tied = capture(Tied(), torch.randn(2, 4, 6, 6))
+    with pytest.raises(PlanError, match=r"share the parameter b\.weight"):
+        Plan.of(tied, {"a": "c2", "b": "f2"})
+    plan = Plan.of(tied, {"a": "c2 h2", "b": "c2 n2"})
+    assert plan.layers["a"].h == 2
+
+
+def test_check_names_the_layer_whose_product_does_not_divide(graph: Graph) -> None:
+    plan = Plan.of(graph, {"conv1": "h4"})
+    plan.check(8)
+    with pytest.raises(PlanError, match=r"conv1 is split 'h4', whose product \(=4\) must divide"):
+        plan.check(6)
+
+
+def test_json_round_trip(graph: Graph, tmp_path: Path) -> None:
+    plan = Plan.uniform(graph, "n2 h2", recompute=("conv*",), statistics="spatial")
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert plan.recomputes("conv1")
+    assert not plan.recomputes("fc")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "this is not JSON"),
+        ('{"format": 7, "layers": {}}', r"format \(=7\) must be 1"),
+        ('{"format": 1}', "'layers' is missing"),
+        ('{"format": 1, "layers": {}, "colour": 3}', r"unknown keys \['colour'\]"),
+    ],
+)
+def test_bad_json_is_refused(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Plan.from_json(text)
+
+
+def test_statistics_must_be_known() -> None:
+    with pytest.raises(PlanError, match="must be 'global', 'spatial' or 'local'"):
+        Plan({"a": Degrees()}, statistics="some")
