@@ -26,5 +26,15 @@ test: check
 demo: $(READY)
 	$(BIN)/python examples/conv_splits.py
 
+bench: $(READY)
+	$(BIN)/tilewise bench layers --ranks 2 --rounds 3
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
+
+$(VENV)/.docs: $(READY)
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	touch $(VENV)/.docs
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -48,14 +48,14 @@ def linears(draw: st.DrawFn) -> tuple[int, Layout, int, dict]:
     how = {
         "dims": dims,
         "degrees": draw(degrees(world, dims.replace(".", "") + "f")),
-        "kind": draw(st.sampled_from(["linear", "matmul"])),
-        "bias": draw(st.booleans()),
+        "kind": draw(st.sampled_from(["linear", "linear", "matmul"])),
+        "bias": draw(st.sampled_from([True, True, False])),
         "dtype": draw(st.sampled_from([torch.float64, torch.float64, torch.float32])),
     }
     return world, draw(layouts(shape, world)), draw(st.integers(1, 9)), how
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(linears())
 def test_linear(case: tuple[int, Layout, int, dict]) -> None:
     world, x, filters, how = case
@@ -96,6 +96,10 @@ def test_layers_of_equal_degrees_meet_without_a_move(text: str) -> None:
     gathers = not Move(Cover.of(x), operation.needs[0].cover).local
     scatters = not Move(operation.gives[0], Cover.of(operation.out)).local
     assert (gathers, scatters) == {"c8": (False, True), "f8": (True, False)}.get(text, (True, True))
+    sums = Move(operation.gives[0], Cover.of(operation.out))
+    for rank in range(8):
+        peers = {message.peer for message in sums.receives(rank)}
+        assert len(peers) == Degrees.parse(text).c
 
 
 def check_addmm(mesh: Mesh, x: Layout, bias: tuple[int, ...], filters: int, text: str) -> None:

@@ -376,6 +376,36 @@ def test_memory_format() -> None:
     ranks(2, run_format)
 
 
+def run_saved(mesh: Mesh, kind: str) -> None:
+    """A normalisation keeps its input alone."""
+    x = Layout((2, 8, 8, 8), [Axis(2, 2), Axis(2, 1)])
+    operation = {
+        "batch": batch_norm(x, track=False, rank=mesh.rank),
+        "group": group_norm(x, 1, rank=mesh.rank),
+        "instance": instance_norm(x, affine=True, rank=mesh.rank),
+        "layer": layer_norm(x, (8, 8), rank=mesh.rank),
+    }[kind]
+    slab = values(x.shape, 0, torch.float32)[x.slab(mesh.rank)].clone().requires_grad_()
+    wanted = values((8, 8) if kind == "layer" else (8,), 1, torch.float32).requires_grad_()
+    bound = operation.bind(mesh, [x, *replicated(mesh, wanted, wanted)], layer="test")
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        bound(slab, wanted, wanted)
+    large = {t.untyped_storage().data_ptr() for t in kept if t.numel() >= slab.numel()}
+    assert large == {slab.untyped_storage().data_ptr()}
+
+
+@pytest.mark.parametrize("kind", ["batch", "group", "instance", "layer"])
+def test_keeps_its_input_alone(kind: str) -> None:
+    ranks(4, run_saved, kind)
+
+
+def test_whole_groups_of_one_value() -> None:
+    """A slab may hold a single value for each group where the batch has more."""
+    case = {"x": Layout((2, 3, 1), [Axis(2, 0)]), "axes": None, "last": False}
+    ranks(2, run_group_norm, case | {"dtype": torch.float64}, 3, False, False)
+
+
 # stability
 
 

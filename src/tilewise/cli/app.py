@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from tilewise.cli.bench import bench_app
 from tilewise.cli.verify import verify
 from tilewise.errors import TilewiseError
 
@@ -16,6 +17,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(verify)
+app.add_typer(bench_app, name="bench")
 
 
 @app.callback()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
@@ -17,11 +18,25 @@ if TYPE_CHECKING:
 
 
 class At:
-    """A parallel model, with the same parameters, for inputs of one global shape."""
+    """A parallel model, with the same parameters, for inputs of one global shape.
 
-    def __init__(self, model: ParallelModel, examples: tuple[Any, ...], targets: Any) -> None:
-        self.model, self.examples, self.targets = model, examples, targets
-        self.runs = model.runs
+    Targets of the loss are guessed where they are not given.
+    """
+
+    def __init__(
+        self, model: ParallelModel, examples: tuple[Any, ...], targets: Any = None
+    ) -> None:
+        self.model, self.examples, self.runs = model, examples, model.runs
+        if targets is not None:
+            self.targets = targets
+
+    @cached_property
+    def targets(self) -> tuple[Any, ...] | None:
+        """Examples of the loss' targets; None without a loss."""
+        graph = self.runs.graph
+        if graph.loss is None or graph.tracer is None:
+            return None
+        return graph.tracer.guess_targets(self.examples)
 
     def __call__(self, *inputs: Any) -> Any:
         """Run on this rank's slabs of the inputs."""
@@ -34,27 +49,27 @@ class At:
         return cast(Tensor, self._run(tensors, self.targets))
 
     def _run(self, tensors: tuple[Any, ...], targets: Any) -> Any:
-        outputs, planned = self.runs.run(
-            tensors_in(tensors), self.examples, targets, sync=self.model.synchronised
+        outputs, program = self.runs.run(
+            tensors_in(tensors), self.examples, targets, sync=self.model.synchronises
         )
-        return _restore(outputs, planned.program)
+        return _restore(outputs, program)
 
     @property
     def input_layouts(self) -> tuple[Layout, ...]:
         """How the inputs are cut; with a loss, its targets come after them."""
-        return self.runs.input_layouts(self.examples, self.targets)
+        return self.runs.find(self.examples, self.targets).inputs
 
     @property
     def output_layouts(self) -> tuple[Layout, ...]:
         """How the outputs are cut."""
-        return self.runs.output_layouts(self.examples)
+        return self.runs.find(self.examples).outputs
 
     def scatter(self, *tensors: Any) -> Any:
         """Cut this rank's slabs out of whole inputs (and targets), which every rank has."""
         leaves, spec = tree_flatten(tensors)
         whole = tensors_in(tensors)
         targets = self.targets if len(whole) > len(tensors_in(self.examples)) else None
-        layouts = self.runs.input_layouts(self.examples, targets)
+        layouts = self.runs.find(self.examples, targets).inputs
         shapes = [tuple(tensor.shape) for tensor in whole]
         if shapes != [layout.shape for layout in layouts]:
             raise PlanError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from typing import cast
 
@@ -36,12 +37,10 @@ class Held:
             self.covers[name] = chosen.get(identity[name]) or whole_cover(tensor.shape, ranks)
         self.model = rebuild(model, self._parameter, self._buffer)
         self.places = dict(_places(self.model))
+        self.parameters = [name for name, _ in self.model.named_parameters()]
 
     def _parameter(self, name: str, whole: nn.Parameter) -> nn.Parameter:
-        block = nn.Parameter(self.cut(name, whole.detach()), requires_grad=whole.requires_grad)
-        if block.shape != whole.shape:
-            block.tilewise_block = name  # type: ignore[attr-defined]
-        return block
+        return nn.Parameter(self.cut(name, whole.detach()), requires_grad=whole.requires_grad)
 
     def _buffer(self, name: str, whole: Tensor) -> Tensor:
         return self.cut(name, whole.detach())
@@ -49,6 +48,10 @@ class Held:
     def cut(self, name: str, whole: Tensor) -> Tensor:
         """Return a copy of this rank's block of a whole tensor."""
         return take(whole, self.covers[name], self.rank)
+
+    def is_cut(self, name: str) -> bool:
+        """Whether ranks hold different blocks of a parameter or buffer."""
+        return any(axis.dim >= 0 for axis in self.covers[name].axes)
 
     def storage(self, value: Value) -> Cover:
         """Return how a held value lies on the ranks."""
@@ -69,6 +72,17 @@ class Held:
         owner, key = self.places[name]
         return owner[key]
 
+    def put(self, name: str, block: Tensor) -> None:
+        """Replace this rank's block of a tensor that has no values, under all its names."""
+        old = self.get(name)
+        if not old.is_meta:
+            old.data.copy_(block)
+            return
+        new = nn.Parameter(block, old.requires_grad) if isinstance(old, nn.Parameter) else block
+        for owner, key in self.places.values():
+            if owner[key] is old:
+                owner[key] = new
+
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """List all parameters and buffers under all their names."""
@@ -86,6 +100,18 @@ def _places(model: nn.Module) -> Iterator[tuple[str, tuple[dict[str, Tensor], st
             for key, tensor in owner.items():
                 if tensor is not None:
                     yield prefix + key, (cast(dict[str, Tensor], owner), key)
+
+
+def digest(model: nn.Module) -> str:
+    """Return a short text that tells models with different values apart."""
+    found = hashlib.blake2b(digest_size=8)
+    for name, tensor in named_tensors(model):
+        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        if tensor.numel() and not tensor.is_meta:
+            wide = tensor.detach().flatten()
+            sums = (wide.sum(dtype=torch.float64), wide[::2].sum(dtype=torch.float64), wide[-1])
+            found.update(repr([float(number) for number in sums]).encode())
+    return found.hexdigest()
 
 
 def at_rest(cover: Cover) -> Cover:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from tilewise.comm import Exchange, Mesh
+from tilewise.comm import Mesh
 from tilewise.errors import PlanError
 from tilewise.graph import optimizers, state
+from tilewise.graph.at import At
 from tilewise.graph.captured import Graph, as_tuple, capture
-from tilewise.graph.executable import Executable
-from tilewise.graph.held import Held, at_rest, whole_cover
+from tilewise.graph.held import Held, at_rest, digest, whole_cover
 from tilewise.graph.lower import plan_program
+from tilewise.graph.materialize import Init, materialize
+from tilewise.graph.runs import Runs
+from tilewise.graph.shapes import Shape, batch_of, tensors_in, with_batch, with_shapes
 from tilewise.layout import PARTIAL, Axes, Axis, Cover, Layout
 from tilewise.ops.draws import Draws
 from tilewise.plan import Plan
@@ -38,7 +41,8 @@ def parallelize(
     """Split a model over the ranks of a mesh.
 
     Args:
-        model: any nn.Module; it is left as it is.
+        model: any nn.Module, with the same values on every rank; it is left as it is. One on the
+            meta device gets its values afterwards, by `ParallelModel.materialize`.
         inputs: example inputs of the global shape, one tensor or a tuple; fake or meta ones do.
         plan: degrees for all layers such as `n2 h2`, a dict of degrees by layer pattern, a Plan,
             or the path of a plan file.
@@ -66,8 +70,13 @@ def as_plan(graph: Graph, plan: PlanLike) -> Plan:
 class ParallelModel(nn.Module):
     """A split model. Call it with this rank's slabs; it returns this rank's slabs.
 
-    Parameters and buffers keep their names; those that the plan cuts hold this rank's block.
-    Gradients are summed over the ranks that share a block during backward.
+    Modules, parameters and buffers keep their names and classes; tensors that the plan cuts hold
+    this rank's block. Layers run from the captured graph: a module's own forward, and hooks on it,
+    are not called. A submodule that has the name of a method here is found in `_modules`.
+
+    Gradients are summed over the ranks that share a block during backward, so that every rank has
+    the gradient of one device. A loss of a split output counts once for each distinct slab: the
+    gradient is that of the *sum* of the ranks' losses. Use `loss` or `mean` for a mean.
     """
 
     def __init__(
@@ -76,151 +85,41 @@ class ParallelModel(nn.Module):
         super().__init__()
         plan.check(mesh.size)
         _check_names(graph, plan)
-        self.plan, self.mesh, self.graph = plan, mesh, graph
         graph.attach(model)
-        self.draws = Draws(seed)
-        mesh.agree("parallelize", (type(model).__name__, plan.to_json(), seed))
-        self._executables: dict[Any, Executable] = {}
-        self._synchronise = True
+        mesh.agree("parallelize", _facts(model, graph, plan, seed))
+        mesh.agree(
+            "parallelize: the model must have the same values on every rank; seed all ranks alike "
+            "before building it, or load the same checkpoint",
+            digest(model),
+        )
+        self.plan, self.mesh, self.graph, self.draws = plan, mesh, graph, Draws(seed)
         planned = [
             plan_program(program, plan, ranks=mesh.size, rank=mesh.rank, draws=self.draws)
             for program in (graph.training, graph.evaluation)
         ]
-        self.held = Held(
-            model, [one for p in planned for one in p.lowered], ranks=mesh.size, rank=mesh.rank
-        )
         self.fallbacks = tuple(dict.fromkeys(name for p in planned for name in p.fallbacks))
+        lowered = [one for p in planned for one in p.lowered]
+        self.held = Held(model, lowered, ranks=mesh.size, rank=mesh.rank)
         shell = self.held.model
-        self.__dict__["shell"] = shell
+        modules = dict(shell.named_modules()) | {"": self}
+        self.runs = Runs(graph, plan, mesh, self.held, self.draws, modules)
+        self.synchronises = True
+        self.training = model.training
         self._parameters, self._buffers = shell._parameters, shell._buffers
         self._modules = shell._modules
         self._non_persistent_buffers_set = shell._non_persistent_buffers_set
-        self.training = model.training
-        optimizers.watch()
+        optimizers.watch(self)
         state.install(self)
 
     # -- running ---------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, batch: int | None = None) -> Any:
         """Run on this rank's slabs; `batch` is the global batch where it is not the example's."""
-        return self._run(inputs, self._example(batch))
+        return self._of_batch(batch)(*inputs)
 
     def loss(self, *tensors: Any, batch: int | None = None) -> Tensor:
         """Return the loss of input slabs and target slabs, the same on every rank."""
-        examples = self._example(batch)
-        targets = self._targets(batch)
-        return cast(Tensor, self._run(tensors, examples, targets))
-
-    def at(self, *shapes: tuple[int, ...]) -> At:
-        """Return this model, with the same parameters, for inputs of other global shapes."""
-        return At(self, self._reshaped(shapes))
-
-    def _run(self, tensors: tuple[Any, ...], examples: tuple[Any, ...], targets: Any = None) -> Any:
-        executable = self._executable(examples, targets)
-        leaves = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
-        self._check_slabs(leaves, executable)
-        self.draws.step += 1
-        outputs = executable.run(leaves, sync=self._synchronise)
-        return _restore(outputs, executable.planned.program)
-
-    def _executable(self, examples: tuple[Any, ...], targets: Any = None) -> Executable:
-        modes = self._modes()
-        key = (_key(examples), _key(targets), tuple(modes.values()))
-        if key not in self._executables:
-            program = self.graph.program(modes, examples, targets)
-            planned = plan_program(
-                program,
-                self.plan,
-                ranks=self.mesh.size,
-                rank=self.mesh.rank,
-                draws=self.draws,
-            )
-            self._executables[key] = Executable(
-                planned, self.plan, self.mesh, self.held, self.draws
-            )
-        return self._executables[key]
-
-    def _modes(self) -> dict[str, bool]:
-        self.__dict__["shell"].training = self.training
-        return {path: module.training for path, module in self.__dict__["shell"].named_modules()}
-
-    def _check_slabs(self, tensors: list[Tensor], executable: Executable) -> None:
-        """Agree on this pass with all ranks before the first message."""
-        layouts = executable.input_layouts
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        expected = [layout.local_shape(self.mesh.rank) for layout in layouts]
-        error = None
-        if shapes != expected:
-            error = (
-                f"slabs of shape {shapes} do not fit, rank {self.mesh.rank} holds {expected} of "
-                f"the global {[layout.shape for layout in layouts]}; use scatter(), or say "
-                "batch= or at() for another global shape"
-            )
-        facts = (
-            [layout.shape for layout in layouts],
-            [(str(tensor.dtype), tensor.requires_grad) for tensor in tensors],
-            "train" if self.training else "eval",
-            torch.is_grad_enabled(),
-            torch.is_autocast_enabled("cpu"),
-            [name for name, p in self.named_parameters() if not p.requires_grad],
-            self._synchronise,
-        )
-        self.mesh.agree("forward", facts, error=error)
-
-    # -- shapes ----------------------------------------------------------------------------
-
-    def _example(self, batch: int | None) -> tuple[Any, ...]:
-        return self._with_batch(self.graph.inputs, batch)
-
-    def _targets(self, batch: int | None) -> tuple[Any, ...]:
-        if self.graph.targets is None:
-            raise PlanError("loss: the model was parallelized without a loss; pass loss=")
-        return self._with_batch(self.graph.targets, batch)
-
-    def _with_batch(self, examples: tuple[Any, ...], batch: int | None) -> tuple[Any, ...]:
-        if batch is None:
-            return examples
-        old = next(leaf.shape[0] for leaf in tree_leaves(self.graph.inputs) if leaf.dim())
-
-        def change(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != old:
-                return leaf
-            return _like(leaf, (batch, *leaf.shape[1:]))
-
-        changed: tuple[Any, ...] = tree_map(change, examples)
-        return changed
-
-    def _reshaped(self, shapes: tuple[tuple[int, ...], ...]) -> tuple[Any, ...]:
-        leaves, spec = tree_flatten(self.graph.inputs)
-        if len(shapes) != sum(isinstance(leaf, Tensor) for leaf in leaves):
-            raise PlanError(f"at: {len(shapes)} shapes for {len(leaves)} inputs")
-        remaining = iter(shapes)
-        changed = [
-            _like(leaf, next(remaining)) if isinstance(leaf, Tensor) else leaf for leaf in leaves
-        ]
-        return cast(tuple[Any, ...], tree_unflatten(changed, spec))
-
-    @property
-    def input_layouts(self) -> tuple[Layout, ...]:
-        """How the inputs are cut; with a loss, its targets come after them."""
-        return self._executable(self.graph.inputs, self.graph.targets).input_layouts
-
-    @property
-    def output_layouts(self) -> tuple[Layout, ...]:
-        """How the outputs are cut."""
-        return self._executable(self.graph.inputs).output_layouts
-
-    def scatter(self, *tensors: Any, batch: int | None = None) -> Any:
-        """Cut this rank's slabs out of whole inputs (and targets), which every rank has."""
-        examples = self._example(batch)
-        count = len(tree_leaves(examples))
-        given = tree_leaves(tensors)
-        targets = self._targets(batch) if len(given) > count else None
-        return _scatter(self.mesh, self._executable(examples, targets), tensors)
-
-    def gather(self, outputs: Any, *, batch: int | None = None) -> Any:
-        """Return whole outputs on every rank from this rank's slabs of them."""
-        return _gather(self.mesh, self._executable(self._example(batch)), outputs)
+        return self._of_batch(batch).loss(*tensors)
 
     def mean(self, values: Tensor, *, output: int = 0) -> Tensor:
         """Return the mean of a tensor that is split as an output is, over all ranks.
@@ -229,110 +128,109 @@ class ParallelModel(nn.Module):
         """
         axes = self.output_layouts[output].axes
         partial = Axes(Axis(a.size, PARTIAL if a.dim >= 0 else a.dim) for a in axes)
-        exchange = Exchange(
-            self.mesh,
-            Layout((2,), partial),
-            Layout.replicated((2,), ranks=self.mesh.size),
-            layer="mean",
-        )
-        count = torch.tensor(float(values.numel()), dtype=values.dtype, device=values.device)
-        total = exchange(torch.stack([values.sum(), count]))
-        return total[0] / total[1].detach()
+        target = Layout.replicated((2,), ranks=self.mesh.size)
+        exchange = self.runs.exchange(Layout((2,), partial), target, layer="mean")
+        total = values.sum(dtype=torch.float64)
+        sums = exchange(torch.stack([total, total.new_tensor(values.numel())]))
+        return (sums[0] / sums[1].detach()).to(values.dtype)
+
+    # -- shapes ----------------------------------------------------------------------------
+
+    def at(self, *shapes: Shape) -> At:
+        """Return this model, with the same parameters, for inputs of other global shapes.
+
+        Targets of a loss follow the inputs; where they are left out, their shapes are guessed.
+        """
+        remaining = iter(shapes)
+        inputs = with_shapes(self.graph.inputs, remaining)
+        rest = list(remaining)
+        if not rest:
+            return At(self, inputs)
+        if len(rest) != len(tensors_in(self.graph.targets)):
+            raise PlanError(
+                f"at: {len(shapes)} shapes for {len(shapes) - len(rest)} inputs and "
+                f"{len(tensors_in(self.graph.targets))} targets"
+            )
+        return At(self, inputs, with_shapes(self.graph.targets or (), iter(rest)))
+
+    def _of_batch(self, batch: int | None) -> At:
+        inputs, targets = self.graph.inputs, self.graph.targets
+        if batch is not None:
+            old = batch_of(inputs)
+            inputs = with_batch(inputs, old, batch)
+            targets = None if targets is None else with_batch(targets, old, batch)
+        return At(self, inputs, targets)
+
+    @property
+    def input_layouts(self) -> tuple[Layout, ...]:
+        """How the inputs are cut; with a loss, its targets come after them."""
+        return self._of_batch(None).input_layouts
+
+    @property
+    def output_layouts(self) -> tuple[Layout, ...]:
+        """How the outputs are cut."""
+        return self._of_batch(None).output_layouts
+
+    def scatter(self, *tensors: Any, batch: int | None = None) -> Any:
+        """Cut this rank's slabs out of whole inputs (and targets), which every rank has."""
+        return self._of_batch(batch).scatter(*tensors)
+
+    def gather(self, outputs: Any, *, batch: int | None = None) -> Any:
+        """Return whole outputs on every rank from this rank's slabs of them."""
+        return self._of_batch(batch).gather(outputs)
 
     # -- training --------------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients of passes in this block aside; the next pass after it sums them too."""
-        before, self._synchronise = self._synchronise, False
+        """Keep gradients of passes in this block aside; the next pass after it sums them too.
+
+        Until then `.grad` has zeros in their place. Setting it to None, as `zero_grad` does, drops
+        them.
+        """
+        before, self.synchronises = self.synchronises, False
         try:
             yield
         finally:
-            self._synchronise = before
+            self.synchronises = before
 
-    def train(self, mode: bool = True) -> ParallelModel:
-        super().train(mode)
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, those kept aside too."""
+        self.runs.aside.clear()
+        super().zero_grad(set_to_none)
+
+    # -- what the model holds --------------------------------------------------------------
+
+    def materialize(
+        self, init: Init | None = None, *, seed: int = 0, device: torch.device | str = "cpu"
+    ) -> ParallelModel:
+        """Give values to a model that was built on the meta device.
+
+        One module after the other is made whole on the CPU, initialised, cut and freed, in the
+        order of `nn.Module.apply`; only modules that hold tensors of their own are. Each rank
+        ends with its blocks of what one device gets from
+
+            torch.manual_seed(seed); model.to_empty(device="cpu"); model.apply(init)
+
+        Args:
+            init: a function of a module that sets its tensors; `module.reset_parameters()` by
+                default. `lambda module: None` leaves blocks without values for load_state_dict.
+            seed: of torch's generator, which is left as it was.
+            device: where the blocks go. Build the optimizer afterwards.
+        """
+        materialize(self.held, self.runs.modules, init, seed, torch.device(device))
         return self
-
-    def gather_held(self, name: str, local: Tensor) -> Tensor:
-        """Return a tensor that is cut as the parameter `name` is, whole on every rank."""
-        cover = self.held.covers[name]
-        whole = whole_cover(cover.shape, self.mesh.size)
-        return Exchange(self.mesh, cover, whole, layer=name).start(local.detach()).finish()
 
     def cover(self, name: str) -> Cover:
         """Return how a parameter or buffer is cut over the ranks."""
         return at_rest(self.held.covers[name])
 
+    def gather_held(self, name: str, local: Tensor) -> Tensor:
+        """Return a tensor that is cut as the parameter `name` is, whole on every rank."""
+        return state.gather(self, name, local)
+
     def extra_repr(self) -> str:
         return f"ranks={self.mesh.size}, rank={self.mesh.rank}"
-
-
-class At:
-    """A parallel model for another global input shape."""
-
-    def __init__(self, model: ParallelModel, examples: tuple[Any, ...]) -> None:
-        self.model, self.examples = model, examples
-
-    def __call__(self, *inputs: Any) -> Any:
-        """Run on this rank's slabs of inputs of this shape."""
-        return self.model._run(inputs, self.examples)
-
-    @property
-    def input_layouts(self) -> tuple[Layout, ...]:
-        return self.model._executable(self.examples).input_layouts
-
-    @property
-    def output_layouts(self) -> tuple[Layout, ...]:
-        return self.model._executable(self.examples).output_layouts
-
-    def scatter(self, *tensors: Any) -> Any:
-        """Cut this rank's slabs out of whole inputs."""
-        return _scatter(self.model.mesh, self.model._executable(self.examples), tensors)
-
-    def gather(self, outputs: Any) -> Any:
-        """Return whole outputs on every rank."""
-        return _gather(self.model.mesh, self.model._executable(self.examples), outputs)
-
-
-def _scatter(mesh: Mesh, executable: Executable, tensors: tuple[Any, ...]) -> Any:
-    leaves, spec = tree_flatten(tensors)
-    layouts = executable.input_layouts
-    shapes = [tuple(leaf.shape) for leaf in leaves]
-    if shapes != [layout.shape for layout in layouts[: len(shapes)]]:
-        raise PlanError(
-            f"scatter: tensors of shape {shapes} are not the global inputs "
-            f"{[layout.shape for layout in layouts]}; say batch= or at() for another shape"
-        )
-    slabs = [leaf[layout.slab(mesh.rank)].contiguous() for leaf, layout in zip(leaves, layouts)]
-    out = tree_unflatten(slabs, spec)
-    return out[0] if len(out) == 1 else out
-
-
-def _gather(mesh: Mesh, executable: Executable, outputs: Any) -> Any:
-    leaves, spec = tree_flatten(outputs)
-    whole = []
-    for leaf, layout in zip(leaves, executable.output_layouts, strict=True):
-        target = Layout.replicated(layout.shape, ranks=mesh.size)
-        whole.append(Exchange(mesh, layout, target, layer="gather")(leaf))
-    return tree_unflatten(whole, spec)
-
-
-def _restore(outputs: tuple[Tensor, ...], program: Any) -> Any:
-    found = iter(outputs)
-    leaves = [next(found) if hasattr(value, "origin") else value for value in program.outputs]
-    return tree_unflatten(leaves, program.out_spec)
-
-
-def _like(example: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return torch.empty(tuple(shape), dtype=example.dtype, device="meta")
-
-
-def _key(examples: Any) -> Any:
-    return tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
-        for leaf in tree_leaves(examples)
-    )
 
 
 def _check_names(graph: Graph, plan: Plan) -> None:
@@ -343,3 +241,21 @@ def _check_names(graph: Graph, plan: Plan) -> None:
             f"plan: it names {unknown[0]!r}, which is not a layer of this model; the plan was "
             "made for another model"
         )
+    for pattern in plan.recompute:
+        if not any(Plan(recompute=(pattern,)).recomputes(name) for name in known):
+            raise PlanError(f"plan: no layer matches {pattern!r}, which is to be recomputed")
+
+
+def _facts(model: nn.Module, graph: Graph, plan: Plan, seed: int) -> dict[str, Any]:
+    """Return what all ranks must bring alike; long texts as their hashes."""
+
+    def short(text: str) -> str:
+        return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+    return {
+        "model": type(model).__name__,
+        "inputs": [tuple(tensor.shape) for tensor in tensors_in(graph.inputs)],
+        "layers": short(repr(graph)),
+        "plan": short(plan.to_json()),
+        "seed": seed,
+    }

@@ -6,6 +6,8 @@ messages, so all ranks do it together, after they have agreed on what they are a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from tilewise.comm import Exchange, Mesh
 from tilewise.graph.captured import Graph
 from tilewise.graph.executable import Executable, output_layouts
+from tilewise.graph.graph import Program
 from tilewise.graph.held import Held
 from tilewise.graph.lower import Planned, plan_program
 from tilewise.graph.shapes import key
@@ -71,7 +74,9 @@ class Runs:
         """Agree with all ranks on a pass and run it."""
         planned = self.planned(examples, targets)
         layouts = self.input_layouts(examples, targets)
-        self.mesh.agree("forward", self._facts(tensors, layouts, sync), error=self._error(tensors, layouts))
+        self.mesh.agree(
+            "forward", self._facts(tensors, layouts, sync), error=self._error(tensors, layouts)
+        )
         executable = self._executables.get(id(planned))
         if executable is None:
             with torch.inference_mode(False):
@@ -111,13 +116,13 @@ class Runs:
     ) -> dict[str, Any]:
         """Return what all ranks must bring alike to a pass."""
         device = tensors[0].device.type
-        training = self.shell.training
+        training = self.modules[""].training
         return {
             "shapes": [layout.shape for layout in layouts],
             "dtypes": [str(tensor.dtype) for tensor in tensors],
             "inputs with gradients": [i for i, t in enumerate(tensors) if t.requires_grad],
             "training": training,
-            "but for": [path for path, mode in self.modes().items() if mode != training],
+            "but for": [p for p, module in self.modules.items() if module.training != training],
             "gradients": torch.is_grad_enabled(),
             "autocast": torch.is_autocast_enabled(device) and str(torch.get_autocast_dtype(device)),
             "frozen": [

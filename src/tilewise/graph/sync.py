@@ -191,9 +191,7 @@ def _is_returned(node: Any) -> bool:
     return False
 
 
-def _start_sum(
-    state: _State, grads: Sequence[Tensor | None], *, with_aside: bool
-) -> list[Tensor]:
+def _start_sum(state: _State, grads: Sequence[Tensor | None], *, with_aside: bool) -> list[Tensor]:
     """Copy gradients, and those put aside before, into one buffer and start its sum."""
     shapes = [parameter.shape for parameter in state.parameters]
     total = sum(shape.numel() for shape in shapes)

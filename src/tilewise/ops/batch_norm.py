@@ -138,7 +138,7 @@ class _Local:
         reduced = self.summary.dims
         found, x = moments(x, reduced)
         rows = inner[0](found)
-        counts = self.summary.counts(like=rows)
+        counts = self.summary.counts(rows.device)
         if running is not None:
             with torch.no_grad():
                 mean, m2 = combine(rows, counts, reduced)

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from tilewise.errors import OperatorError
-from tilewise.layout import PARTIAL, Axes, Block, Cover, Layout, block
+from tilewise.layout import PARTIAL, Axes, Block, Cover, Layout, block, overlap
 from tilewise.ops.norm import channel_needs, per_channel, scale
 from tilewise.ops.operation import Need, Operation, tied_zeros
 from tilewise.ops.summary import Summary, combine, combine_into, moments, shifted
@@ -48,41 +47,65 @@ def group_norm(
         )
     work = Layout(x.shape, x.axes if axes is None else axes)
     pieces = _Pieces(work, groups)
-    part = work.coords(rank)[1]
-    space = tuple(range(2, len(x.shape)))
-    summary = Summary(work, space)
-    count = float(prod(x.shape) // (x.shape[0] * groups)) if x.shape[0] else 1.0
+    summary = Summary(work, tuple(range(2, len(x.shape))))
     split = summary.split or not pieces.whole
-
-    def local(inner: list[Any], x: Tensor, *operands: Tensor) -> Tensor:
-        given = list(operands)
-        w = given.pop(0) if weight else None
-        b = given.pop(0) if bias else None
-        if not x.numel() and not split:
-            return tied_zeros(x.shape, x, *operands)
-        if not split:
-            return F.group_norm(x, len(pieces.groups(part)), w, b, eps)
-        found, x = moments(x, space)
-        member = torch.tensor(pieces.member(part), dtype=torch.long, device=x.device)
-        sizes = found.new_full([1, x.shape[1], *[1] * len(space)], prod(x.shape[2:]))
-        own = torch.stack(combine_into(found, sizes, member, len(pieces.groups(part))))
-        rows = inner[0](own)
-        channels, target = (
-            torch.tensor(numbers, dtype=kind, device=x.device)
-            for numbers, kind in zip(pieces.shared(part), (rows.dtype, torch.long))
-        )
-        channels = channels.view(1, -1, *[1] * len(space))
-        counts = channels * summary.counts(like=rows)
-        joined = torch.stack(combine(rows, counts, space))
-        total = counts.sum(space, keepdim=True) if space else counts
-        mean, m2 = combine_into(joined, total, target, len(pieces.groups(part)))
-        mean, var = mean.index_select(1, member), (m2 / count).index_select(1, member)
-        return scale(x, mean, var, per_channel(w, x), per_channel(b, x), eps)
-
+    local = _Local(pieces, summary, work.coords(rank)[1], weight, bias, eps, plain=not split)
     weights, _ = channel_needs(work)
     needs = (Need.of(work), *[weights] * weight, *[weights] * bias)
     inner = (pieces.ends(summary),) if split else ()
     return Operation(needs, local, (Cover.of(work),), (work,), inner)
+
+
+class _Local:
+    """The group norm of one rank."""
+
+    def __init__(
+        self,
+        pieces: _Pieces,
+        summary: Summary,
+        part: int,
+        weight: bool,
+        bias: bool,
+        eps: float,
+        *,
+        plain: bool,
+    ) -> None:
+        self.summary, self.weight, self.bias, self.eps = summary, weight, bias, eps
+        self.plain = plain
+        self.groups = len(pieces.groups(part))
+        self.member = pieces.member(part)
+        self.channels, self.target = pieces.shared(part)
+        self.count = float(pieces.size * prod(summary.work.shape[2:]))
+
+    def __call__(self, inner: list[Any], x: Tensor, *operands: Tensor) -> Tensor:
+        given = list(operands)
+        weight = given.pop(0) if self.weight else None
+        bias = given.pop(0) if self.bias else None
+        if not self.plain:
+            return self.joint(inner, x, weight, bias)
+        if not x.numel():
+            return tied_zeros(x.shape, x, *operands)
+        return torch.group_norm(x, self.groups, weight, bias, self.eps)
+
+    def joint(
+        self, inner: list[Any], x: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        """Normalise by statistics that ranks share: channels → pieces → groups → channels."""
+        space = self.summary.dims
+        flat = [1] * len(space)
+        member = torch.tensor(self.member, dtype=torch.long, device=x.device)
+        found, x = moments(x, space)
+        sizes = found.new_full([1, x.shape[1], *flat], prod(x.shape[2:]))
+        rows = inner[0](torch.stack(combine_into(found, sizes, member, self.groups)))
+        target = torch.tensor(self.target, dtype=torch.long, device=x.device)
+        counts = rows.new_tensor(self.channels).view(1, -1, *flat)
+        counts = counts * self.summary.counts(rows.device)
+        joined = torch.stack(combine(rows, counts, space))
+        total = counts.sum(space, keepdim=True) if space else counts
+        mean, m2 = combine_into(joined, total, target, self.groups)
+        var = m2 / self.count
+        mean, var = mean.index_select(1, member), var.index_select(1, member)
+        return scale(x, mean, var, per_channel(weight, x), per_channel(bias, x), self.eps)
 
 
 @dataclass(frozen=True)
@@ -123,11 +146,14 @@ class _Pieces:
 
     def listed(self) -> list[tuple[int, int, int]]:
         """List all pieces as (part, group, number of channels)."""
-        return [
-            (part, group, self.member(part).count(index))
-            for part in self.parts
-            for index, group in enumerate(self.groups(part))
-        ]
+        found = []
+        for part in self.parts:
+            held = block(self.work.shape[1], len(self.parts), part)
+            for group in self.groups(part):
+                common = overlap(held, (group * self.size, (group + 1) * self.size))
+                assert common is not None
+                found.append((part, group, common[1] - common[0]))
+        return found
 
     def shared(self, part: int) -> tuple[list[int], list[int]]:
         """List channels and group (among the part's) of all pieces of the part's groups."""

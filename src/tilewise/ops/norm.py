@@ -57,7 +57,7 @@ def layer_norm(
             return F.layer_norm(x, normal, w, b, eps)
         found, x = moments(x, summary.dims)
         rows = inner[0](found)
-        mean, m2 = combine(rows, summary.counts(like=rows), summary.dims)
+        mean, m2 = combine(rows, summary.counts(rows.device), summary.dims)
         return scale(x, mean, m2 / count, w, b, eps)
 
     cover = Need(broadcast_cover(normal, work))
@@ -112,7 +112,7 @@ def instance_norm(
             return F.instance_norm(x, mean, var, w, b, use_input_stats, momentum, eps)
         found, x = moments(x, space)
         rows = inner[0](found)
-        all_means, all_m2 = combine(rows, summary.counts(like=rows), space)
+        all_means, all_m2 = combine(rows, summary.counts(rows.device), space)
         if mean is not None and var is not None:
             with torch.no_grad():
                 towards(mean, all_means.mean(0), momentum)

@@ -187,7 +187,7 @@ def _spread(summary: Summary, kind: str, correction: float, rank: int) -> _Plan:
             return [getattr(torch, kind)(x, dims, correction=correction, keepdim=True)]
         found, _ = moments(x, dims)
         rows = inner[0](found)
-        _, m2 = combine(rows, summary.counts(like=rows), dims)
+        _, m2 = combine(rows, summary.counts(rows.device), dims)
         var = m2 / freedom if freedom else m2 / torch.zeros_like(m2)
         if kind == "std":
             var = _Root.apply(var)

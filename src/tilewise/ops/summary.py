@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -58,24 +59,25 @@ class Summary:
         axes = source.axes.relabel({dim + 1: role for dim, role in given.items()})
         return Cover.of(source), Cover.of(Layout(source.shape, axes))
 
-    def counts(self, *, like: Tensor) -> Tensor:
+    def counts(self, device: torch.device) -> Tensor:
         """Return how many elements each entry stands for, of a shape that broadcasts to it."""
-        return self.counts_of(self.dims, like=like)
-
-    def counts_of(self, dims: Sequence[int], *, like: Tensor) -> Tensor:
-        """Return the counts along some of the reduced dims alone."""
-        ndim = len(self.shape)
-        out = torch.ones([1] * ndim, dtype=like.dtype, device=like.device)
-        for dim in dims:
-            sizes = torch.tensor(self.block_sizes(dim), dtype=like.dtype, device=like.device)
-            out = out * sizes.view([-1 if d == dim else 1 for d in range(ndim)])
-        return out
+        return _counts(self, device)
 
     def block_sizes(self, dim: int) -> list[int]:
         """List the extents of the blocks along `dim`."""
         extent, parts = self.work.shape[dim], self.work.degrees[dim]
         cuts = [block(extent, parts, index) for index in range(parts)]
         return [stop - start for start, stop in cuts]
+
+
+@lru_cache(maxsize=4096)
+def _counts(summary: Summary, device: torch.device) -> Tensor:
+    ndim = len(summary.shape)
+    out = torch.ones([1] * ndim, dtype=torch.float64)
+    for dim in summary.dims:
+        sizes = torch.tensor(summary.block_sizes(dim), dtype=torch.float64)
+        out = out * sizes.view([-1 if d == dim else 1 for d in range(ndim)])
+    return out.to(device)
 
 
 def shifted(axes: Axes, ndim: int, by: int = 1) -> Axes:

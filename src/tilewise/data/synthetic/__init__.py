@@ -2,11 +2,10 @@
 
 from tilewise.data.synthetic import brain, cosmology, images, mesh, organs
 from tilewise.data.synthetic.generate import KINDS, generate, kind_named
-from tilewise.data.synthetic.kind import Field, Kind
+from tilewise.data.synthetic.kind import Kind
 
 __all__ = [
     "KINDS",
-    "Field",
     "Kind",
     "brain",
     "cosmology",

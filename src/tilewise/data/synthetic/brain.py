@@ -25,14 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from tilewise.data.synthetic.kind import (
-    Array,
-    Field,
-    Sample,
-    class_counts,
-    constant_class,
-    generator,
-)
+from tilewise.data.synthetic.kind import Sample, class_counts, constant_class, generator
+from tilewise.data.write import Array, Field
 from tilewise.errors import DataError
 
 SMALLEST = 8
@@ -84,7 +78,7 @@ def crop(size: int, seed: int, index: int) -> tuple[slice, ...]:
 def template() -> tuple[Array, Array]:
     """Return the whole image and its labels, from the files that nilearn brings."""
     try:
-        from nilearn import datasets
+        from nilearn import datasets  # type: ignore[import-untyped]
     except ImportError as error:
         raise DataError(
             "brain: the MNI152 template comes with nilearn, which is not installed; "

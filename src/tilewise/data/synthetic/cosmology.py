@@ -39,7 +39,8 @@ from typing import Any
 import numpy as np
 
 from tilewise.data.synthetic.gaussian import gaussian_field, total, wave_numbers
-from tilewise.data.synthetic.kind import Array, Field, Sample, generator
+from tilewise.data.synthetic.kind import Sample, generator
+from tilewise.data.write import Array, Field
 
 SMALLEST = 16
 REDSHIFTS = (0.0, 0.5, 1.0, 2.0)
@@ -92,13 +93,14 @@ def spectrum(waves: Array, *, sigma: float, ns: float, k0: float, large: float) 
     """Return P(k), with nothing at k = 0."""
     waves = waves.astype(np.float64)
     waves.flat[0] = 1.0
-    power = waves**ns / (1 + np.square(waves / k0)) ** 2
+    power: Array = waves**ns / (1 + np.square(waves / k0)) ** 2
     power.flat[0] = 0.0
     window = np.exp(-np.square(2 * np.pi * SMOOTHING * waves))
     edge = waves.shape[0]
     power *= sigma**2 / total(power * window, (edge,) * waves.ndim)
     power[waves < LARGE_BELOW] *= np.exp(large)
-    return power.astype(np.float32)
+    power = power.astype(np.float32)
+    return power
 
 
 def tally(y: Array) -> Array:

@@ -14,7 +14,7 @@ from math import prod
 
 import numpy as np
 
-from tilewise.data.synthetic.kind import Array
+from tilewise.data.write import Array
 
 
 def wave_numbers(shape: Sequence[int]) -> Array:

@@ -23,14 +23,8 @@ from typing import Any
 import numpy as np
 
 from tilewise.data.synthetic.gaussian import smooth_field
-from tilewise.data.synthetic.kind import (
-    Array,
-    Field,
-    Sample,
-    class_counts,
-    constant_class,
-    generator,
-)
+from tilewise.data.synthetic.kind import Sample, class_counts, constant_class, generator
+from tilewise.data.write import Array, Field
 
 SMALLEST = 16
 LOBES = (2, 3, 4, 5, 6)

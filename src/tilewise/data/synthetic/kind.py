@@ -8,26 +8,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from tilewise.data.write import Array, Field
+
 Sample = dict[str, Array]
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """The shape and dtype of one sample's part, without the sample dim."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def nbytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
 
 
 class Kind(Protocol):

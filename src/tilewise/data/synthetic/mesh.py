@@ -13,11 +13,12 @@ det(I + t ∇v) = 1 + t² det ∇v falls below 0 first where the flow strains mo
 t, y the tangled cells at t + Δt; t + Δt is the time at which the determinant is negative on 1 to
 6 % of the cells, and t is 0.6 to 0.8 of it.
 
-**Tangled.** Going round a cell's corners a, b, c, d, the signed area of the corner at b is
+**Tangled.** Going round a cell's corners a, b, c, d, the corner at b has the signed area (of its
+parallelogram, 1 undeformed)
 
-    A_b = ½ (b - a) × (c - b).
+    A_b = (b - a) × (c - b),
 
-The bilinear map of the cell is one to one where all four are positive. An inverted cell has all
+and the bilinear map of the cell is one to one where all four are positive. An inverted cell has all
 four negative, one that crosses itself two, one with a corner pushed in one. A cell is tangled when
 any is ≤ 0.
 
@@ -37,14 +38,8 @@ from typing import Any
 import numpy as np
 
 from tilewise.data.synthetic.gaussian import gaussian_field, wave_numbers
-from tilewise.data.synthetic.kind import (
-    Array,
-    Field,
-    Sample,
-    class_counts,
-    constant_class,
-    generator,
-)
+from tilewise.data.synthetic.kind import Sample, class_counts, constant_class, generator
+from tilewise.data.write import Array, Field
 
 SMALLEST = 16
 CLASSES = ("clear", "tangled")
@@ -90,13 +85,14 @@ def _velocity(rng: np.random.Generator, size: int) -> Array:
     power = np.where(waves <= size / SHORTEST, waves**-6.0, 0.0)
     power[0, 0] = 0.0
     stream = gaussian_field(rng, power.astype(np.float32), (size, size)).astype(np.float64)
-    rise = np.sin(np.pi * np.arange(size) / (size - 1)) ** 2
-    stream *= np.minimum(4 * rise, 1)[:, None] * np.minimum(4 * rise, 1)
+    rise = (1 - np.linspace(-1, 1, size) ** 8) ** 2
+    stream *= rise[:, None] * rise
     first, second = np.gradient(stream)
     velocity = np.stack([second, -first])
     velocity[:, [0, -1], :] = 0.0
     velocity[:, :, [0, -1]] = 0.0
-    return velocity / np.abs(velocity).max()
+    velocity /= np.abs(velocity).max()
+    return velocity
 
 
 def corner_areas(nodes: Array) -> Array:
@@ -112,7 +108,7 @@ def corner_areas(nodes: Array) -> Array:
 
 def tangled(nodes: Array) -> Array:
     """Return which cells of a 2 × size × size mesh are inverted, folded or crossing themselves."""
-    bad: Array = (corner_areas(nodes) <= 0).any(0)
+    bad: Array = np.asarray((corner_areas(nodes) <= 0).any(0))
     return bad
 
 
@@ -151,7 +147,9 @@ def _edges(nodes: Array, dim: int) -> tuple[Array, Array]:
 def _smallest_corner(next_0: Array, next_1: Array, last_0: Array, last_1: Array) -> Array:
     """Return the least of the signed areas of a node's four corners."""
     turn = [next_0, next_1, last_0, last_1]
-    return np.min([_cross(turn[at], turn[(at + 1) % 4]) for at in range(4)], axis=0)
+    areas = np.stack([_cross(turn[at], turn[(at + 1) % 4]) for at in range(4)])
+    least: Array = areas.min(0)
+    return least
 
 
 def _mean_over_cells(cells: Array) -> Array:

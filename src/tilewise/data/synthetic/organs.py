@@ -28,20 +28,17 @@ from typing import Any
 import numpy as np
 
 from tilewise.data.synthetic.gaussian import smooth_field
-from tilewise.data.synthetic.kind import (
-    Array,
-    Field,
-    Sample,
-    class_counts,
-    constant_class,
-    generator,
-)
+from tilewise.data.synthetic.kind import Sample, class_counts, constant_class, generator
+from tilewise.data.write import Array, Field
 
 SMALLEST = 16
 CLASSES = ("background", "organ", "lesion")
 TISSUE = {"body": 0.35, "organ": 0.6, "lesion": 0.85}
 DENTS, BIAS, NOISE = 0.2, 0.2, 0.07
 _TRIES = 50
+
+Ellipsoid = tuple[Array, Array, Array]
+Box = tuple[slice, ...]
 
 
 def fields(size: int) -> dict[str, Field]:
@@ -57,28 +54,24 @@ def sample(size: int, seed: int, index: int) -> Sample:
     tissue = np.zeros(shape, np.float32)
     y = np.zeros(shape, np.uint8)
     body = rng.uniform(0.47, 0.53, 3)
-    _fill(dents, body, rng.uniform(0.36, 0.46, 3), _rotation(rng), (tissue, TISSUE["body"]))
+    reach = rng.uniform(0.36, 0.46, 3)
+    _paint(*_inside(dents, body, reach, _rotation(rng)), (tissue, TISSUE["body"]))
     organs = _organs(rng, body)
     for centre, radii, turn in organs:
-        _fill(dents, centre, radii, turn, (tissue, TISSUE["organ"]), (y, 1))
+        _paint(*_inside(dents, centre, radii, turn), (tissue, TISSUE["organ"]), (y, 1))
     for centre, radii, turn in organs:
         for _ in range(rng.integers(1, 4)):
             place = centre + turn @ (radii * _in_ball(rng) * 0.7)
-            around = _lump(rng, dents, place)
-            inside = y[around[0]] > 0
-            around[1][...] &= inside
-            _paint(around, (tissue, TISSUE["lesion"]), (y, 2))
+            box, inside = _lump(rng, dents, place)
+            inside &= y[box] > 0
+            _paint(box, inside, (tissue, TISSUE["lesion"]), (y, 2))
     for _ in range(rng.integers(4, 9)):
-        around = _lump(rng, dents, body + 0.38 * _in_ball(rng))
-        around[1][...] &= (y[around[0]] == 0) & (tissue[around[0]] > 0)
-        _paint(around, (tissue, TISSUE["lesion"]))
+        box, inside = _lump(rng, dents, body + 0.38 * _in_ball(rng))
+        inside &= (y[box] == 0) & (tissue[box] > 0)
+        _paint(box, inside, (tissue, TISSUE["lesion"]))
     bias = np.exp(np.float32(BIAS) * smooth_field(rng, shape, 1.5))
     noise = np.float32(NOISE) * rng.standard_normal(shape, dtype=np.float32)
     return {"x": (tissue * bias + noise)[None], "y": y}
-
-
-Ellipsoid = tuple[Array, Array, Array]
-Painted = tuple[tuple[slice, ...], Array]
 
 
 def _organs(rng: np.random.Generator, body: Array) -> list[Ellipsoid]:
@@ -99,23 +92,16 @@ def _organs(rng: np.random.Generator, body: Array) -> list[Ellipsoid]:
     return found
 
 
-def _lump(rng: np.random.Generator, dents: Array, centre: Array) -> Painted:
+def _lump(rng: np.random.Generator, dents: Array, centre: Array) -> tuple[Box, Array]:
     return _inside(dents, centre, rng.uniform(0.05, 0.08, 3), _rotation(rng))
 
 
-def _fill(
-    dents: Array, centre: Array, radii: Array, turn: Array, *values: tuple[Array, float]
-) -> None:
-    _paint(_inside(dents, centre, radii, turn), *values)
-
-
-def _paint(around: Painted, *values: tuple[Array, float]) -> None:
-    box, inside = around
+def _paint(box: Box, inside: Array, *values: tuple[Array, float]) -> None:
     for array, value in values:
         array[box][inside] = value
 
 
-def _inside(dents: Array, centre: Array, radii: Array, turn: Array) -> Painted:
+def _inside(dents: Array, centre: Array, radii: Array, turn: Array) -> tuple[Box, Array]:
     """Return the box around an ellipsoid and which of its voxels are inside.
 
     An ellipsoid reaches sqrt(Σ_b R_ab² r_b²) along axis a, a dented one a little further.
@@ -130,7 +116,8 @@ def _inside(dents: Array, centre: Array, radii: Array, turn: Array) -> Painted:
     z, y, x = np.meshgrid(*steps, indexing="ij", sparse=True)
     squares = form[0, 0] * z * z + form[1, 1] * y * y + form[2, 2] * x * x
     mixed = 2 * (form[0, 1] * z * y + form[0, 2] * z * x + form[1, 2] * y * x)
-    return box, squares + mixed < 1 + DENTS * dents[box]
+    inside: Array = squares + mixed < 1 + DENTS * dents[box]
+    return box, inside
 
 
 def _rotation(rng: np.random.Generator) -> Array:
@@ -146,7 +133,8 @@ def _rotation(rng: np.random.Generator) -> Array:
 
 
 def _in_ball(rng: np.random.Generator) -> Array:
-    return _unit(rng.standard_normal(3)) * rng.uniform() ** (1 / 3)
+    inside: Array = _unit(rng.standard_normal(3)) * rng.uniform() ** (1 / 3)
+    return inside
 
 
 def _unit(vector: Array) -> Array:

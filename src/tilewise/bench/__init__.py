@@ -1,0 +1,1 @@
+"""Measurements: ratios of things measured in turn in one run."""

@@ -1,0 +1,200 @@
+"""Time single layers: on one rank, the rank's own share, and split.
+
+All three are measured in turn in every round, so that their ratios hold on a noisy machine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewise.comm import Exchange, Mesh
+from tilewise.graph import ParallelModel, parallelize
+from tilewise.layout import Axis, Degrees, Layout
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """A convolution to measure: input shape, filters, kernel, and the degrees that fit it."""
+
+    name: str
+    shape: tuple[int, ...]
+    filters: int
+    kernel: int
+    stride: int = 1
+    degrees: tuple[str, ...] = ("h",)
+
+    def build(self) -> nn.Module:
+        kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+        torch.manual_seed(0)
+        return kinds[len(self.shape) - 3](
+            self.shape[1], self.filters, self.kernel, self.stride, self.kernel // 2, bias=False
+        )
+
+
+VOLUME = ("d",)
+CHANNELS = ("c", "f")
+CASES = (
+    LayerCase("conv2d_64_256", (4, 64, 256, 256), 64, 3, degrees=("n", "h")),
+    LayerCase("conv3d_16_64", (1, 16, 64, 64, 64), 32, 3, degrees=VOLUME),
+    LayerCase("resnet_conv1", (2, 3, 224, 224), 64, 7, 2, degrees=("n", "h")),
+    LayerCase("resnet_res3b_branch2a", (2, 512, 28, 28), 128, 1, degrees=("n", "h", "c")),
+    LayerCase("mesh_conv1_1", (1, 18, 512, 512), 128, 5, 2),
+    LayerCase("mesh_conv6_1", (1, 384, 64, 64), 128, 3, 2),
+    LayerCase("cosmoflow_conv1", (1, 4, 64, 64, 64), 16, 3, degrees=VOLUME),
+    LayerCase("cosmoflow_conv2", (1, 16, 32, 32, 32), 32, 3, degrees=VOLUME),
+    LayerCase("cosmoflow_conv3", (1, 32, 16, 16, 16), 64, 3, degrees=VOLUME),
+    LayerCase("cosmoflow_conv4", (1, 64, 8, 8, 8), 128, 3, 2, degrees=VOLUME),
+    LayerCase("unet_first", (1, 32, 64, 64, 64), 64, 3, degrees=VOLUME),
+    LayerCase("unet_last", (1, 64, 32, 32, 32), 64, 3, degrees=VOLUME),
+    LayerCase("wrn_conv3", (2, 256, 28, 28), 256, 3, degrees=("n", *CHANNELS)),
+    LayerCase("wrn_conv5", (2, 1024, 7, 7), 1024, 3, degrees=("n", *CHANNELS)),
+)
+
+
+@dataclass
+class Row:
+    """One layer under one split; times are medians in seconds."""
+
+    layer: str
+    degrees: str
+    ranks: int
+    serial_s: float
+    serial_spread: float
+    local_s: float
+    split_s: float
+    forward_s: float
+    backward_s: float
+    efficiency: float
+    speedup: float
+    bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure(mesh: Mesh, case: LayerCase, letter: str, rounds: int) -> Row:
+    """Measure one layer split along one degree over all ranks of the mesh."""
+    torch.set_num_threads(1)
+    degrees = f"{letter}{mesh.size}" if mesh.size > 1 else "1"
+    model = case.build()
+    x = torch.randn(case.shape, generator=torch.Generator().manual_seed(1))
+    split = parallelize(model, x, degrees, mesh=mesh)
+    x_slab = split.scatter(x).requires_grad_()
+    shares = _own_work(case, split, mesh, Degrees.parse(degrees))
+    whole = x.clone().requires_grad_()
+    serial: list[float] = []
+    local: list[list[float]] = [[] for _ in shares]
+    forward: list[float] = []
+    backward: list[float] = []
+    _pass(split, x_slab)
+    with mesh.trace.record() as events:
+        _pass(split, x_slab)
+    sent = sum(event.bytes for event in events)
+    for _ in range(rounds):
+        mesh.agree("bench")
+        if mesh.rank == 0:
+            serial.append(sum(_pass(model, whole)))
+        mesh.agree("bench")
+        for times, (layer, share) in zip(local, shares):
+            mesh.agree("bench")
+            times.append(sum(_pass(layer, share)))
+        mesh.agree("bench")
+        there, back = _pass(split, x_slab)
+        forward.append(there)
+        backward.append(back)
+    found = _slowest(
+        mesh,
+        [
+            median(serial) if serial else 0.0,
+            _spread(serial) if serial else 0.0,
+            min(median(times) for times in local),
+            median([a + b for a, b in zip(forward, backward)]),
+            median(forward),
+            median(backward),
+            float(sent),
+        ],
+    )
+    serial_s, spread, local_s, split_s, forward_s, backward_s, most = found
+    return Row(
+        case.name,
+        degrees,
+        mesh.size,
+        serial_s,
+        spread,
+        local_s,
+        split_s,
+        forward_s,
+        backward_s,
+        local_s / split_s,
+        serial_s / split_s,
+        int(most),
+    )
+
+
+def _own_work(
+    case: LayerCase, split: ParallelModel, mesh: Mesh, degrees: Degrees
+) -> list[tuple[Callable[[Tensor], Tensor], Tensor]]:
+    """Return the ways to do this rank's share of the arithmetic without any message.
+
+    Its slab with zeros around it; for a spatial split also its slab with the halo's rows there.
+    """
+    rank = mesh.rank
+    slab = list(split.input_layouts[0].local_shape(rank))
+    channels = case.shape[1]
+    filters = case.filters
+    if degrees.c > 1:
+        slab[1] = channels // degrees.c
+    filters //= degrees.f
+    kind: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(case.shape) - 3]
+    padding = [case.kernel // 2] * (len(case.shape) - 2)
+    ways: list[tuple[Callable[[Tensor], Tensor], Tensor]] = []
+
+    def add(shape: list[int], pads: list[int]) -> None:
+        layer = kind(slab[1], filters, case.kernel, case.stride, tuple(pads), bias=False)
+        ways.append((layer, torch.randn(shape).requires_grad_()))
+
+    add(slab, padding)
+    for dim, letter in enumerate("dhw"[5 - len(case.shape) :], start=2):
+        if getattr(degrees, letter) > 1 and case.kernel > 1:
+            extended, pads = list(slab), list(padding)
+            outputs = split.output_layouts[0].local_shape(rank)[dim]
+            extended[dim] = (outputs - 1) * case.stride + case.kernel
+            pads[dim - 2] = 0
+            add(extended, pads)
+    return ways
+
+
+def _pass(layer: Callable[[Tensor], Tensor], x: Tensor) -> tuple[float, float]:
+    """Run forward and backward; returns the seconds of each."""
+    x.grad = None
+    if isinstance(layer, nn.Module):
+        layer.zero_grad()
+    start = time.perf_counter()
+    y = layer(x)
+    middle = time.perf_counter()
+    y.backward(y.detach())
+    end = time.perf_counter()
+    return middle - start, end - middle
+
+
+def _spread(times: list[float]) -> float:
+    """Return the middle half of the times, relative to their median."""
+    ordered = sorted(times)
+    quarter = len(ordered) // 4
+    return (ordered[-1 - quarter] - ordered[quarter]) / median(ordered)
+
+
+def _slowest(mesh: Mesh, numbers: list[float]) -> list[float]:
+    """Return the largest of each number over all ranks."""
+    mine = torch.tensor([numbers], dtype=torch.float64)
+    split = Layout((mesh.size, len(numbers)), [Axis(mesh.size, 0)])
+    whole = Layout.replicated((mesh.size, len(numbers)), ranks=mesh.size)
+    everyone = Exchange(mesh, split, whole, layer="bench").start(mine).finish()
+    return [float(value) for value in everyone.max(0).values]

@@ -1,0 +1,178 @@
+"""Make a set: many samples, on many processes, into one folder.
+
+Sample i depends on the seed and on i alone and has its own place on disk, so the processes share
+nothing, and the set has the same bytes whatever their number. The folder gets its name when all
+is written: an interrupted run leaves no half a set behind.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tilewise.data.synthetic import brain, cosmology, images, mesh, organs
+from tilewise.data.synthetic.kind import Kind
+from tilewise.data.write import Array, Field, Writer, check_format, describe, lay_out
+from tilewise.errors import DataError
+
+KINDS: dict[str, Kind] = {
+    "cosmology": cosmology,
+    "organs": organs,
+    "mesh": mesh,
+    "images": images,
+    "brain": brain,
+}
+# Samples are handed out so that each process gets about this many portions.
+PORTIONS = 16
+LARGEST_SEED = 2**63 - 1
+
+
+def kind_named(name: str) -> Kind:
+    """Return the kind of that name."""
+    if name not in KINDS:
+        raise DataError(f"kind {name!r} must be one of {', '.join(KINDS)}")
+    return KINDS[name]
+
+
+def generate(
+    kind: str,
+    out: str | Path,
+    *,
+    size: int = 64,
+    count: int = 512,
+    seed: int = 0,
+    format: str = "hdf5",
+    files: str = "one",
+    workers: int | None = None,
+    overwrite: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """Make a set in the folder `out` and return its description, which is also in set.json.
+
+    `workers` processes make the samples, by default one a core; with 1, this process. `progress`
+    is called with the number of samples finished since the last call.
+    """
+    out = Path(out)
+    fields = _check(kind, out, size=size, count=count, seed=seed, overwrite=overwrite)
+    check_format(format, files)
+    partial = out.with_name(out.name + ".partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _check_space(partial, fields, count)
+        writer = lay_out(partial, fields, count, format=format, files=files)
+        task = (kind, size, seed, writer)
+        tallies = _run(task, count, workers or _cores(), progress or (lambda finished: None))
+        description = {
+            "format": format,
+            "files": files,
+            "kind": kind,
+            "count": count,
+            "fields": {
+                name: {"shape": list(field.shape), "dtype": field.dtype}
+                for name, field in fields.items()
+            },
+            "seed": seed,
+            "size": size,
+            "baseline": KINDS[kind].baseline(tallies),
+            **KINDS[kind].facts(size, count, seed),
+        }
+        describe(partial, description)
+        if out.exists():
+            shutil.rmtree(out)
+        partial.rename(out)
+    except OSError as error:
+        raise DataError(f"{out}: cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return description
+
+
+def set_bytes(fields: dict[str, Field], count: int) -> int:
+    """Return how many bytes the samples take."""
+    return count * sum(field.nbytes for field in fields.values())
+
+
+def _check(
+    kind: str, out: Path, *, size: int, count: int, seed: int, overwrite: bool
+) -> dict[str, Field]:
+    smallest = kind_named(kind).SMALLEST
+    if size < smallest:
+        raise DataError(f"{kind}: size {size} is below {smallest}, the smallest that makes sense")
+    if count < 1:
+        raise DataError(f"count {count} must be at least 1")
+    if not 0 <= seed <= LARGEST_SEED:
+        raise DataError(f"seed {seed} must be in 0 … 2⁶³ - 1")
+    if out.exists() and not out.is_dir():
+        raise DataError(f"{out}: is a file; name a folder to make")
+    if out.exists() and any(out.iterdir()) and not overwrite:
+        raise DataError(f"{out}: exists and is not empty; name another folder, or overwrite")
+    return kind_named(kind).fields(size)
+
+
+def _check_space(folder: Path, fields: dict[str, Field], count: int) -> None:
+    needed, free = set_bytes(fields, count), shutil.disk_usage(folder).free
+    if needed > free:
+        raise DataError(
+            f"{folder.parent}: the set takes {needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB are "
+            "free; make fewer or smaller samples"
+        )
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+Task = tuple[str, int, int, Writer]
+
+
+def _run(task: Task, count: int, workers: int, progress: Callable[[int], None]) -> Array:
+    """Make all samples and return their tallies in order."""
+    portions = list(_portions(count, workers))
+    tallies: dict[int, Array] = {}
+    if min(workers, len(portions)) == 1:
+        for index in range(count):
+            tallies.update(make(task, range(index, index + 1)))
+            progress(1)
+        return np.stack([tallies[index] for index in range(count)])
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(min(workers, len(portions)), mp_context=context) as pool:
+        futures = [pool.submit(make, task, portion) for portion in portions]
+        try:
+            for future in as_completed(futures):
+                made = future.result()
+                tallies.update(made)
+                progress(len(made))
+        except BrokenProcessPool as error:
+            raise DataError(
+                "a worker process died, perhaps for lack of memory; use fewer workers"
+            ) from error
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+    return np.stack([tallies[index] for index in range(count)])
+
+
+def _portions(count: int, workers: int) -> Iterator[range]:
+    step = max(1, count // (workers * PORTIONS))
+    for start in range(0, count, step):
+        yield range(start, min(start + step, count))
+
+
+def make(task: Task, indices: range) -> dict[int, Array]:
+    """Make and write some samples; return their tallies."""
+    kind, size, seed, writer = task
+    tallies = {}
+    for index in indices:
+        sample = KINDS[kind].sample(size, seed, index)
+        writer.write(index, sample)
+        tallies[index] = KINDS[kind].tally(sample["y"])
+    return tallies
