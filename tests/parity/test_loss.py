@@ -264,6 +264,17 @@ def test_soft_dice(case: dict[str, Any], indices: bool, smooth: float, samples: 
     ranks(case["world"], run_dice, case, indices, smooth, samples)
 
 
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_soft_dice_of_each_sample(dim: int) -> None:
+    case = {
+        "x": Layout((3, 4, 5), [Axis(4, dim)]),
+        "indices": Layout((3, 5), [Axis(2, 0), Axis(2, 1)]),
+        "axes": None,
+        "dtype": torch.float64,
+    }
+    ranks(4, run_dice, case, True, 1.0, False)
+
+
 # what all have in common
 
 
@@ -323,7 +334,7 @@ def test_illegal_arguments() -> None:
         (lambda: cross_entropy(x, (2, 3), rank=0), "without its class dim"),
         (lambda: cross_entropy(x, x.shape, ignore_index=1, rank=0), "holds probabilities"),
         (lambda: cross_entropy(x, (2, 4), label_smoothing=2.0, rank=0), "between 0 and 1"),
-        (lambda: cross_entropy(Layout((3,), []), (), rank=0), "batch dim"),
+        (lambda: cross_entropy(Layout((3,), []), (), rank=0), "add a batch"),
         (lambda: nll_loss(x, x.shape, rank=0), "without its class dim"),
         (lambda: soft_dice(x, (2, 3), rank=0), "without the class dim"),
     ]:

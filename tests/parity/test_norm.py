@@ -400,6 +400,24 @@ def test_keeps_its_input_alone(kind: str) -> None:
     ranks(4, run_saved, kind)
 
 
+def run_inference_first(mesh: Mesh) -> None:
+    """Training goes on after inference mode."""
+    x = Layout((3, 5), [Axis(2, 1)])
+    bound = layer_norm(x, (5,), weight=False, bias=False, rank=mesh.rank).bind(
+        mesh, [x], layer="test"
+    )
+    slab = values(x.shape, 0, torch.float32)[x.slab(mesh.rank)].clone()
+    with torch.inference_mode():
+        before = bound(slab)
+    after = bound(slab.requires_grad_())
+    after.sum().backward()
+    assert torch.equal(before, after)
+
+
+def test_inference_first() -> None:
+    ranks(2, run_inference_first)
+
+
 def test_whole_groups_of_one_value() -> None:
     """A slab may hold a single value for each group where the batch has more."""
     case = {"x": Layout((2, 3, 1), [Axis(2, 0)]), "axes": None, "last": False}

@@ -129,7 +129,8 @@ def test_pool_cases(case: Any, kind: str, dtype: torch.dtype) -> None:
         pytest.skip("torch averages no 3-D bfloat16 on CPU")
     x = Layout.of(shape, "nc" + "dhw"[5 - len(shape) :], degrees, ranks=world)
     spec = PoolSpec.of(kind, ndim=len(shape) - 2, **arguments)
-    for data in ("random", "ties", *(["last"] if len(shape) == 4 else [])):
+    kinds = ["random", "ties"] + ["last"] * (len(shape) == 4) + ["-inf"] * (kind == "max")
+    for data in kinds:
         ranks(world, check_pool, x, spec, None, dtype, data)
 
 

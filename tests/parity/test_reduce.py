@@ -122,6 +122,18 @@ def run_special(mesh: Mesh) -> None:
         assert [i.tolist() for i in index] == [i.tolist() for i in expected_index]
 
 
+def run_constant(mesh: Mesh) -> None:
+    """A standard deviation of nothing has gradients of nothing."""
+    x = Layout((2, 6), [Axis(4, 1)])
+    whole = torch.tensor([[2.0] * 6, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]], dtype=torch.float64)
+    operation = reduce(x, "std", 1, rank=mesh.rank)
+    assert_matches_serial(mesh, operation, lambda t: t.std(1), [whole], [x])
+
+
+def test_constant() -> None:
+    ranks(4, run_constant)
+
+
 def test_special_values() -> None:
     ranks(4, run_special)
 

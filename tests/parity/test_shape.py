@@ -105,7 +105,7 @@ def test_permute(case: tuple[int, str, Layout, list[int], Axes | None]) -> None:
     ranks(case[0], check, *case[1:])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(reshapes())
 def test_reshape(case: tuple[int, str, Layout, list[int], Axes | None]) -> None:
     ranks(case[0], check, *case[1:])

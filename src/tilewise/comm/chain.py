@@ -8,6 +8,7 @@ runs backward from any output passes all nodes, in reverse order.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,7 +35,31 @@ class Chain:
         )
 
 
+def passed(tensor: Tensor) -> Iterator[tuple[Any, int]]:
+    """Yield all that backward from a tensor passes by itself, as (node, number of its output).
+
+    The thread is left out: functions that take a token say by `token_at` which of their tensors
+    it is.
+    """
+    seen: set[tuple[Any, int]] = set()
+    opened: set[Any] = set()
+    waiting: list[tuple[Any, int]] = [(tensor.grad_fn, tensor.output_nr)]
+    while waiting:
+        edge = waiting.pop()
+        node = edge[0]
+        if node is None or edge in seen:
+            continue
+        seen.add(edge)
+        yield edge
+        if node not in opened:
+            opened.add(node)
+            token = getattr(getattr(node, "_forward_cls", None), "token_at", None)
+            waiting += [after for i, after in enumerate(node.next_functions) if i != token]
+
+
 class _Tie(torch.autograd.Function):
+    token_at = 1
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, token: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)

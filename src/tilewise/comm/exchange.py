@@ -77,6 +77,8 @@ class Exchange:
 
 
 class _ExchangeFunction(torch.autograd.Function):
+    token_at = 1
+
     @staticmethod
     def forward(
         ctx: Any, tensor: Tensor, token: Tensor | None, exchange: Exchange

@@ -72,6 +72,10 @@ class Handles(Generic[T]):
             while self._files:
                 self._close_file(self._files.popitem()[1])
 
+    def __del__(self) -> None:
+        if self._pid == os.getpid():
+            self.close()
+
     def _check_size(self, path: Path) -> None:
         try:
             size = os.stat(path).st_size

@@ -125,8 +125,10 @@ class Hdf5Source(Source):
             shape[1:] if self.stacked and shape else shape,
             dataset.dtype,
         )
+        if not self.stacked:
+            return
         expected = self._ends[number] - (self._ends[number - 1] if number else 0)
-        if self.stacked and shape[0] != expected:
+        if shape[0] != expected:
             raise DataError(
                 f"data: {path}: {field!r}: {shape[0]} samples found, expected {expected} as when "
                 "it was first opened; the file changed during the run"

@@ -163,7 +163,7 @@ class Loader:
         elif factor > AMPLIFIED:
             warnings.warn(
                 f"{self.name}: reading this rank's slabs goes through {factor:.1f} times their "
-                "bytes, because of how the files are chunked; `tilewise data inspect` shows which "
+                "bytes, because of how the files are laid out; `tilewise data inspect` shows which "
                 "plan or which chunks would fit",
                 stacklevel=4,
             )

@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from tilewise.data.hdf5 import Hdf5Source
+from tilewise.data.nifti import NiftiSource
 from tilewise.data.npy import NpySource
 from tilewise.data.source import Source
+from tilewise.data.tfrecord import TfRecordSource
+from tilewise.data.views import Permuted
 from tilewise.data.zarr import ZarrSource
 from tilewise.errors import DataError
 
 HDF5 = (".h5", ".hdf5", ".he5")
+NIFTI = (".nii", ".nii.gz")
+TFRECORD = ".tfrecord"
 
 
 def open_source(path: str | Path, keys: Sequence[str] | None = None) -> Source:
@@ -21,8 +26,9 @@ def open_source(path: str | Path, keys: Sequence[str] | None = None) -> Source:
 
     Args:
         path: an HDF5 file with many samples, a folder of HDF5 files with one sample each, a Zarr
-            store, an NPY file, a folder with one NPY file for each field, or a folder with a
-            `set.json` that `tilewise data make` wrote.
+            store, an NPY file, a folder with one NPY file for each field, CosmoFlow's TFRecord
+            files (one or a folder, channels brought to the front), NIfTI images (one or a folder,
+            one for each sample), or a folder with a `set.json` that `tilewise data make` wrote.
         keys: the fields to read, in order; all of them by default.
     """
     path = Path(path)
@@ -34,7 +40,11 @@ def open_source(path: str | Path, keys: Sequence[str] | None = None) -> Source:
         return Hdf5Source(path, keys)
     if path.suffix == ".npy":
         return _open_npy({"x": path}, keys, path)
-    raise DataError(f"data: {path}: not a known kind of file, expected {', '.join(HDF5)} or .npy")
+    source = _open_files([path], keys)
+    if source is None:
+        known = ", ".join((*HDF5, ".npy", TFRECORD, *NIFTI))
+        raise DataError(f"data: {path}: not a known kind of file, expected one of {known}")
+    return source
 
 
 def _open_folder(path: Path, keys: Sequence[str] | None) -> Source:
@@ -45,12 +55,27 @@ def _open_folder(path: Path, keys: Sequence[str] | None) -> Source:
     files = sorted(file for file in path.iterdir() if file.suffix in HDF5)
     if files:
         return Hdf5Source(files, keys)
+    source = _open_files(sorted(path.iterdir()), keys)
+    if source is not None:
+        return source
     arrays = {file.stem: file for file in sorted(path.glob("*.npy"))}
     if arrays:
         return _open_npy(arrays, keys, path)
     raise DataError(
-        f"data: {path}: no data found in the folder, expected HDF5 or NPY files or a Zarr store"
+        f"data: {path}: no data found in the folder, expected HDF5, NPY, TFRecord or NIfTI files "
+        "or a Zarr store"
     )
+
+
+def _open_files(files: Sequence[Path], keys: Sequence[str] | None) -> Source | None:
+    """Open those of the files that are of a kind with one sample to a file."""
+    records = [file for file in files if file.name.endswith((TFRECORD, f"{TFRECORD}.gz"))]
+    if records:
+        source = TfRecordSource(records, keys=keys)
+        cubes = [name for name, field in source.fields.items() if len(field.shape) == 4]
+        return Permuted(source, dict.fromkeys(cubes, (3, 0, 1, 2)))
+    images = [file for file in files if file.name.endswith(NIFTI)]
+    return NiftiSource({"x": images}) if images else None
 
 
 def _open_npy(files: dict[str, Path], keys: Sequence[str] | None, path: Path) -> Source:

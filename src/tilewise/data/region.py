@@ -26,8 +26,9 @@ Slices = tuple[slice, ...]
 Array = NDArray[Any]
 Index = NDArray[np.int64]
 
-# Elements worked on at a time: temporaries stay in cache and never grow with the slab.
-STRETCH = 1 << 18
+# Elements worked on at a time: temporaries stay in cache and do not grow with the slab, and torch
+# does not wake other threads for fewer than 2¹⁵, which the model's computation has better use for.
+STRETCH = (1 << 15) - 1
 
 
 class Run(NamedTuple):

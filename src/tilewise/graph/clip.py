@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor
 
-from tilewise.comm import Exchange
 from tilewise.graph.parallel import ParallelModel
-from tilewise.layout import PARTIAL, REPLICA, Axis, Cover, Layout
+from tilewise.layout import REPLICA, Axis, Cover, Layout
 
 
 @torch.no_grad()
-def clip_grad_norm_(model: ParallelModel, max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_grad_norm_(
+    model: ParallelModel,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
     """Scale all gradients so that their norm over all ranks is at most `max_norm`.
 
     Returns the norm before. A block that several ranks hold counts once.
 
     Communication: one number from every rank.
     """
-    if norm_type <= 0 or norm_type != norm_type:
+    if not norm_type > 0:
         raise ValueError(f"clip_grad_norm_: norm_type (={norm_type}) must be positive")
     found = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
     infinite = norm_type == float("inf")
@@ -27,13 +34,18 @@ def clip_grad_norm_(model: ParallelModel, max_norm: float, norm_type: float = 2.
     for name, grad in found:
         if not grad.numel():
             continue
+        norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
         if infinite:
-            total = torch.maximum(total, grad.abs().max().double())
+            total = torch.maximum(total, norm)
         else:
-            copies = _copies(model.held.covers[name])
-            total += grad.double().abs().pow(norm_type).sum() / copies
+            total += norm.pow(norm_type) / _copies(model.cover(name))
     norms = _everyone(model, total)
     norm = norms.max() if infinite else norms.sum().pow(1.0 / norm_type)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {norm.item()}; "
+            "look for the layer that overflows, or pass error_if_nonfinite=False"
+        )
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for _, grad in found:
         grad.mul_(scale.to(grad.dtype))
@@ -42,10 +54,7 @@ def clip_grad_norm_(model: ParallelModel, max_norm: float, norm_type: float = 2.
 
 def _copies(cover: Cover) -> int:
     """Return how many ranks hold the same block."""
-    copies = 1
-    for axis in cover.axes:
-        copies *= axis.size if axis.dim in (REPLICA, PARTIAL) else 1
-    return copies
+    return prod(axis.size for axis in cover.axes if axis.dim == REPLICA)
 
 
 def _everyone(model: ParallelModel, number: Tensor) -> Tensor:
@@ -53,5 +62,5 @@ def _everyone(model: ParallelModel, number: Tensor) -> Tensor:
     size = model.mesh.size
     split = Layout((size,), [Axis(size, 0)])
     whole = Layout.replicated((size,), ranks=size)
-    exchange = Exchange(model.mesh, split, whole, layer="clip_grad_norm_")
+    exchange = model.runs.exchange(split, whole, layer="clip_grad_norm_")
     return exchange.start(number.reshape(1)).finish()

@@ -19,9 +19,10 @@ from tilewise.errors import PlanError
 from tilewise.graph.graph import Node, Value
 from tilewise.graph.held import Held, at_rest
 from tilewise.graph.lower import Planned
+from tilewise.graph.reach import Use
 from tilewise.graph.recompute import recomputed
 from tilewise.graph.rule import Lowered
-from tilewise.graph.sync import Aside, Entry, GradSync, Use
+from tilewise.graph.sync import Aside, Entry, GradSync
 from tilewise.layout import PARTIAL, REPLICA, Axes, Axis, Cover, Layout, Move
 from tilewise.ops.draws import Draws
 from tilewise.ops.operation import Bound, Need
@@ -116,7 +117,7 @@ class Executable:
             sources.append(None if direct else storage)
             ranks = need.cover.sharers(self.mesh.rank) if direct else ()
             inputs.append(("held", (value, ranks)))
-            if value.origin == "parameter" and len(ranks) > 1:
+            if value.origin == "parameter":
                 self.uses.append((str(value.source), ranks))
         bound = lowered.operation.bind(self.mesh, sources, layer=node.name)
         if lowered.in_place is not None and not again and self._may_write(node, bound, kept):
@@ -233,19 +234,18 @@ class Executable:
         memory[: len(inputs)] = inputs
         chain = Chain()
         entry: Entry | None = None
-        left: list[Use] = []
         if torch.is_grad_enabled() and self.mesh.size > 1:
             chain.start()
-            entry, left = self._enter(chain, sync)
+            entry = self._enter(chain, sync)
         for stretch in self.stretches:
             if stretch[0].recompute:
                 self._recompute(stretch, memory, chain, entry)
             else:
                 self._step(stretch[0], memory, chain, entry)
         outputs = tuple(memory[slot] for slot in self.output_slots)
-        return chain.tie(outputs) if len(outputs) > 1 or left else outputs
+        return outputs if entry is None else entry.leave(outputs)
 
-    def _enter(self, chain: Chain, sync: bool) -> tuple[Entry, list[Use]]:
+    def _enter(self, chain: Chain, sync: bool) -> Entry:
         """Let the parameters in, and those of other programs whose gradients wait to be summed."""
         uses = [use for use in self.uses if self.held.get(use[0]).requires_grad]
         left = [
@@ -257,10 +257,14 @@ class Executable:
         parameters = {name: self.held.get(name) for name, _ in key}
         if key not in self.sync:
             self.sync[key] = GradSync(self.mesh, self.aside, key, parameters)
-        entry = self.sync[key].enter(parameters, chain, sync=sync)
-        for use in left:
-            entry.get(use)
-        return entry, left
+        return Entry(
+            self.sync[key],
+            parameters,
+            chain,
+            outputs=len(self.output_slots),
+            sync=sync,
+            left=left,
+        )
 
     def _recompute(
         self, steps: list[Step], memory: list[Any], chain: Chain, entry: Entry | None
@@ -340,7 +344,7 @@ class Executable:
     def _held(self, what: tuple[Value, tuple[int, ...]], entry: Entry | None) -> Tensor:
         value, ranks = what
         tensor = self.held.tensor(value)
-        if entry is not None and len(ranks) > 1 and tensor.requires_grad:
+        if entry is not None and value.origin == "parameter" and tensor.requires_grad:
             return entry.get((str(value.source), ranks))
         return tensor
 

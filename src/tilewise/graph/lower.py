@@ -14,6 +14,7 @@ from tilewise.graph.rule import REGISTRY, Lowered, Site
 from tilewise.graph.rules import fallback, whole
 from tilewise.layout import REPLICA, Degrees, Layout
 from tilewise.ops.draws import Draws
+from tilewise.ops.operation import Need
 from tilewise.plan import Plan
 
 FALLBACK_BYTES = 256 * 2**20
@@ -33,7 +34,13 @@ class Planned:
 def plan_program(program: Program, plan: Plan, *, ranks: int, rank: int, draws: Draws) -> Planned:
     """Plan every call on the layouts that the calls before it leave."""
     named = labels(program)
-    layouts = {value: _input_layout(value, program, plan, named, ranks) for value in program.inputs}
+    layouts: dict[Value, Layout] = {}
+    undecided: set[Value] = set()
+    for value in program.inputs:
+        found = _input_layout(value, program, plan, named, ranks)
+        layouts[value] = found or Layout.replicated(value.shape, ranks=ranks)
+        if found is None:
+            undecided.add(value)
     planned = Planned(program, [], layouts, named)
     made_by: dict[Value, Degrees] = {}
     for node in program.nodes:
@@ -52,6 +59,10 @@ def plan_program(program: Program, plan: Plan, *, ranks: int, rank: int, draws: 
             followed=followed,
         )
         lowered = _lower(site, planned)
+        for value, need in zip(lowered.operands, lowered.operation.needs, strict=True):
+            if value in undecided:
+                layouts[value] = _as_needed(value, need, node, plan, named)
+                undecided.discard(value)
         made_by.update(dict.fromkeys(node.outs, degrees or followed))
         planned.lowered.append(lowered)
         layouts.update(zip(node.outs, lowered.operation.outs, strict=True))
@@ -121,7 +132,7 @@ def _bytes(value: Value) -> int:
 
 def _input_layout(
     value: Value, program: Program, plan: Plan, named: dict[Value, str], ranks: int
-) -> Layout:
+) -> Layout | None:
     """Cut an input as its first consumer with degrees is cut, but not along channels."""
     frontier = {value}
     for node in program.nodes:
@@ -134,4 +145,17 @@ def _input_layout(
                 dims = dims.replace("c", ".")
             return Layout.of(value.shape, dims, degrees, ranks=ranks)
         frontier.update(node.outs)
-    return Layout.replicated(value.shape, ranks=ranks)
+    return None
+
+
+def _as_needed(value: Value, need: Need, node: Node, plan: Plan, named: dict[Value, str]) -> Layout:
+    """Cut an input that no degrees reach, such as a target, as its first reader needs it.
+
+    A dim that is a channel of the reader's other operands is left whole.
+    """
+    layout = need.home
+    if plan.io_channels:
+        return layout
+    beside = [named[v] for v in node.values() if v is not value and v in named]
+    channels = {text.index("c") for text in beside if len(text) == len(value.shape) and "c" in text}
+    return layout.uncut(*channels)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,54 +14,37 @@ from tilewise.graph.held import Held
 Init = Callable[[nn.Module], Any]
 
 
-def materialize(
-    held: Held,
-    modules: Mapping[str, nn.Module],
-    init: Init | None,
-    seed: int,
-    device: torch.device,
-) -> None:
+def materialize(held: Held, init: Init | None, seed: int, device: torch.device) -> None:
     """Initialise every module that holds tensors without values, and keep this rank's blocks."""
-    paths = {id(module): path for path, module in modules.items()}
-    paths[id(held.model)] = ""
-    empty = {name for name in held.places if held.get(name).is_meta}
-    mine = {
-        id(module): sorted(empty & set(_own(module, path)))
-        for path, module in modules.items()
-    }
-    mine[id(held.model)] = mine[id(modules[""])]
-    if init is None:
-        _check_resets(modules, mine)
+    paths = {module: path for path, module in held.model.named_modules()}
+    empty = [name for name in held.places if held.get(name).is_meta]
+    mine = {module: [n for n in empty if n in _own(module, path)] for module, path in paths.items()}
+    for module, names in mine.items():
+        if names and init is None and not hasattr(module, "reset_parameters"):
+            raise PlanError(
+                f"materialize: {names[0]} belongs to a {type(module).__name__}, which has no "
+                "reset_parameters(); pass init=, a function that sets a module's tensors"
+            )
 
     def visit(module: nn.Module) -> None:
-        if not mine[id(module)]:
+        if not mine[module]:
             return
-        path = paths[id(module)]
-        whole = _whole(held, module, path)
+        whole = _whole(held, module, paths[module])
         if init is not None:
             init(whole)
         else:
             whole.reset_parameters()  # type: ignore[operator]
-        _keep(held, module, whole, path, device)
+        _keep(held, whole, paths[module], device)
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         held.model.apply(visit)
 
 
-def _own(module: nn.Module, path: str) -> list[str]:
-    """List the full names of the tensors that a module holds itself."""
+def _own(module: nn.Module, path: str) -> set[str]:
+    """Return the full names of the tensors that a module holds itself."""
     prefix = f"{path}." if path else ""
-    return [prefix + key for owner in (module._parameters, module._buffers) for key in owner]
-
-
-def _check_resets(modules: Mapping[str, nn.Module], mine: dict[int, list[str]]) -> None:
-    for path, module in modules.items():
-        if mine[id(module)] and path and not hasattr(module, "reset_parameters"):
-            raise PlanError(
-                f"materialize: {path} ({type(module).__name__}) holds {mine[id(module)][0]} and "
-                "has no reset_parameters(); pass init=, a function that sets a module's tensors"
-            )
+    return {prefix + key for owner in (module._parameters, module._buffers) for key in owner}
 
 
 def _whole(held: Held, module: nn.Module, path: str) -> nn.Module:
@@ -83,7 +66,7 @@ def _whole(held: Held, module: nn.Module, path: str) -> nn.Module:
     return whole
 
 
-def _keep(held: Held, module: nn.Module, whole: nn.Module, path: str, device: torch.device) -> None:
+def _keep(held: Held, whole: nn.Module, path: str, device: torch.device) -> None:
     """Put this rank's blocks of the whole tensors where the model holds them."""
     prefix = f"{path}." if path else ""
     for owner in (whole._parameters, whole._buffers):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+import weakref
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tilewise.errors import PlanError
+
+if TYPE_CHECKING:
+    from tilewise.graph.parallel import ParallelModel
 
 ELEMENTWISE = {
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "ASGD", "RMSprop",
@@ -24,12 +28,14 @@ WHOLE = {
     "SOAP": "it preconditions whole matrices",
 }
 
+_models: weakref.WeakSet[ParallelModel] = weakref.WeakSet()
 _watching: list[Any] = []
 _warned: set[str] = set()
 
 
-def watch() -> None:
-    """Check every optimizer's first step from now on."""
+def watch(model: ParallelModel) -> None:
+    """Check every optimizer that steps the model's parameters from now on."""
+    _models.add(model)
     if not _watching:
         _watching.append(register_optimizer_step_pre_hook(_check))
 
@@ -38,11 +44,12 @@ def _check(optimizer: Optimizer, *_: Any) -> None:
     names = {kind.__name__ for kind in type(optimizer).__mro__}
     if names & ELEMENTWISE and not {n.upper() for n in names} & {w.upper() for w in WHOLE}:
         return
+    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
     cut = [
-        p.tilewise_block
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if hasattr(p, "tilewise_block")
+        name
+        for model in _models
+        for name in model.held.parameters
+        if model.held.is_cut(name) and id(model.held.get(name)) in mine
     ]
     if not cut:
         return

@@ -16,7 +16,7 @@ from tilewise.errors import PlanError
 from tilewise.graph import optimizers, state
 from tilewise.graph.at import At
 from tilewise.graph.captured import Graph, as_tuple, capture
-from tilewise.graph.held import Held, at_rest, digest, whole_cover
+from tilewise.graph.held import Held, at_rest, digest
 from tilewise.graph.lower import plan_program
 from tilewise.graph.materialize import Init, materialize
 from tilewise.graph.runs import Runs
@@ -218,7 +218,7 @@ class ParallelModel(nn.Module):
             seed: of torch's generator, which is left as it was.
             device: where the blocks go. Build the optimizer afterwards.
         """
-        materialize(self.held, self.runs.modules, init, seed, torch.device(device))
+        materialize(self.held, init, seed, torch.device(device))
         return self
 
     def cover(self, name: str) -> Cover:

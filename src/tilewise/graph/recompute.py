@@ -52,6 +52,8 @@ def recomputed(
 
 
 class _Stretch(torch.autograd.Function):
+    token_at = 0
+
     @staticmethod
     def forward(
         ctx: Any,

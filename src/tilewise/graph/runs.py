@@ -6,7 +6,8 @@ messages, so all ranks do it together, after they have agreed on what they are a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,80 +22,75 @@ from tilewise.graph.held import Held
 from tilewise.graph.lower import Planned, plan_program
 from tilewise.graph.shapes import key
 from tilewise.graph.sync import Aside
-from tilewise.layout import Layout
+from tilewise.layout import Cover, Layout
 from tilewise.ops.draws import Draws
 from tilewise.plan import Plan
 
 
-class Runs:
-    """All programs of a parallel model.
+@dataclass
+class Run:
+    """One program: how its tensors are cut, and once it has run, its steps."""
 
-    `shell` is the module tree whose modes decide which program runs.
-    """
+    planned: Planned
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    executable: Executable | None = None
+
+
+class Runs:
+    """All programs of a parallel model; the modes of `modules` decide which one runs."""
 
     def __init__(
-        self, graph: Graph, plan: Plan, mesh: Mesh, held: Held, draws: Draws, shell: nn.Module
+        self,
+        graph: Graph,
+        plan: Plan,
+        mesh: Mesh,
+        held: Held,
+        draws: Draws,
+        modules: Mapping[str, nn.Module],
     ) -> None:
         self.graph, self.plan, self.mesh, self.held = graph, plan, mesh, held
-        self.draws, self.shell = draws, shell
+        self.draws, self.modules = draws, modules
         self.aside = Aside()
-        self._planned: dict[Any, Planned] = {}
-        self._executables: dict[Any, Executable] = {}
-        self._exchanges: dict[tuple[Layout, Layout], Exchange] = {}
+        self._runs: dict[Any, Run] = {}
+        self._exchanges: dict[tuple[Layout | Cover, Layout | Cover, str], Exchange] = {}
 
-    def modes(self) -> dict[str, bool]:
-        """Return whether each module trains."""
-        return {path: module.training for path, module in self.shell.named_modules()}
-
-    def planned(self, examples: tuple[Any, ...], targets: Any = None) -> Planned:
-        """Plan the program of the present modes for inputs of these shapes."""
-        modes = self.modes()
+    def find(self, examples: tuple[Any, ...], targets: Any = None) -> Run:
+        """Return the program of the present modes for inputs of these shapes, planned."""
+        modes = {path: module.training for path, module in self.modules.items()}
         which = (key(examples), key(targets), tuple(modes.values()))
-        if which not in self._planned:
+        if which not in self._runs:
             # The caller's own modes must not get into a program that later passes share.
             with torch.inference_mode(False), torch.enable_grad(), _no_autocast():
                 program = self.graph.program(modes, examples, targets)
-                self._planned[which] = plan_program(
+                planned = plan_program(
                     program, self.plan, ranks=self.mesh.size, rank=self.mesh.rank, draws=self.draws
                 )
-        return self._planned[which]
-
-    def input_layouts(self, examples: tuple[Any, ...], targets: Any = None) -> tuple[Layout, ...]:
-        """Return how the inputs, and the targets after them, are cut."""
-        planned = self.planned(examples, targets)
-        return tuple(planned.layouts[value] for value in planned.program.inputs)
-
-    def output_layouts(self, examples: tuple[Any, ...]) -> tuple[Layout, ...]:
-        """Return how the outputs are cut."""
-        return output_layouts(self.planned(examples), self.plan)
+            inputs = tuple(planned.layouts[value] for value in program.inputs)
+            self._runs[which] = Run(planned, inputs, output_layouts(planned, self.plan))
+        return self._runs[which]
 
     def run(
         self, tensors: list[Tensor], examples: tuple[Any, ...], targets: Any, *, sync: bool
-    ) -> tuple[tuple[Tensor, ...], Planned]:
+    ) -> tuple[tuple[Tensor, ...], Program]:
         """Agree with all ranks on a pass and run it."""
-        planned = self.planned(examples, targets)
-        layouts = self.input_layouts(examples, targets)
-        self.mesh.agree(
-            "forward", self._facts(tensors, layouts, sync), error=self._error(tensors, layouts)
-        )
-        executable = self._executables.get(id(planned))
-        if executable is None:
+        found = self.find(examples, targets)
+        facts = self._facts(tensors, found.inputs, sync)
+        self.mesh.agree("forward", facts, error=self._error(tensors, found.inputs))
+        if found.executable is None:
             with torch.inference_mode(False):
-                executable = Executable(
-                    planned, self.plan, self.mesh, self.held, self.draws, self.aside
+                found.executable = Executable(
+                    found.planned, self.plan, self.mesh, self.held, self.draws, self.aside
                 )
-            self._executables[id(planned)] = executable
         self.draws.step += 1
-        return executable.run(tensors, sync=sync), planned
+        return found.executable.run(tensors, sync=sync), found.planned.program
 
-    def exchange(self, source: Layout, target: Layout, *, layer: str) -> Exchange:
-        """Return an exchange between two layouts, made ready once; all ranks ask together."""
-        found = self._exchanges.get((source, target))
-        if found is None:
-            found = self._exchanges[source, target] = Exchange(
-                self.mesh, source, target, layer=layer
-            )
-        return found
+    def exchange(self, source: Layout | Cover, target: Layout | Cover, *, layer: str) -> Exchange:
+        """Return an exchange beside the programs, made ready once; all ranks ask together."""
+        which = (source, target, layer)
+        if which not in self._exchanges:
+            self._exchanges[which] = Exchange(self.mesh, source, target, layer=layer)
+        return self._exchanges[which]
 
     def _error(self, tensors: list[Tensor], layouts: tuple[Layout, ...]) -> str | None:
         """Say what is wrong with this rank's part of a pass."""
@@ -115,7 +111,7 @@ class Runs:
         self, tensors: list[Tensor], layouts: tuple[Layout, ...], sync: bool
     ) -> dict[str, Any]:
         """Return what all ranks must bring alike to a pass."""
-        device = tensors[0].device.type
+        device = tensors[0].device.type if tensors else "cpu"
         training = self.modules[""].training
         return {
             "shapes": [layout.shape for layout in layouts],
@@ -132,5 +128,10 @@ class Runs:
         }
 
 
-def _no_autocast() -> torch.autocast:
-    return torch.autocast("cpu", enabled=False)
+@contextmanager
+def _no_autocast() -> Iterator[None]:
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield

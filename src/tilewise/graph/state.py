@@ -18,10 +18,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.optim import Optimizer
 
 from tilewise.errors import PlanError
-from tilewise.graph.held import take
+from tilewise.graph.held import take, whole_cover
 from tilewise.layout import Cover
 
 if TYPE_CHECKING:
@@ -38,6 +37,10 @@ class Block:
     def shape(self) -> torch.Size:
         """The shape of the whole tensor."""
         return torch.Size(self.cover.shape)
+
+    def size(self) -> torch.Size:
+        """Return the shape of the whole tensor; torch.distributed.checkpoint compares it."""
+        return self.shape
 
     @property
     def dtype(self) -> torch.dtype:
@@ -82,149 +85,72 @@ class Block:
         return f"Block({tuple(self.local.shape)} of {tuple(self.shape)} on rank {self.rank})"
 
 
-def wrap(model: ParallelModel, state: dict[str, Any]) -> None:
-    """Replace the cut tensors of a state dict by blocks."""
-    for name, tensor in state.items():
-        cover = model.held.covers.get(name)
-        if cover is not None and isinstance(tensor, Tensor) and _is_cut(cover):
-            state[name] = Block(tensor, cover, model.mesh.rank)
-
-
-def unwrap(model: ParallelModel, state: dict[str, Any], prefix: str = "") -> None:
-    """Replace blocks and whole tensors of a state dict by this rank's parts."""
-    for name, found in list(state.items()):
-        cover = model.held.covers.get(name.removeprefix(prefix))
-        if isinstance(found, Block):
-            if cover is None or not found.cover.same_blocks(cover):
-                raise PlanError(
-                    f"load_state_dict: {name} is a block of another plan; load it through "
-                    "torch.distributed.checkpoint, or from a full state dict"
-                )
-            state[name] = found.local
-        elif isinstance(found, Tensor) and cover is not None and tuple(found.shape) == cover.shape:
-            state[name] = take(found, cover, model.mesh.rank) if _is_cut(cover) else found
-
-
-def full_state_dict(model: ParallelModel) -> dict[str, Tensor]:
+def full_state_dict(model: ParallelModel) -> dict[str, Any]:
     """Return the ordinary state dict of one device, whole, on every rank.
+
+    As in torch's, tensors that are not cut are the model's own, not copies.
 
     Communication: each cut tensor is gathered once.
     """
     gathered: dict[int, Tensor] = {}
-    out: dict[str, Tensor] = {}
-    for name, found in model.state_dict().items():
-        if not isinstance(found, Block):
-            out[name] = found
-            continue
-        key = id(model.held.get(name))
-        if key not in gathered:
-            gathered[key] = model.gather_held(name, found.local)
-        out[name] = gathered[key]
+    out: dict[str, Any] = model.state_dict()
+    for name, found in out.items():
+        if isinstance(found, Block):
+            key = id(model.held.get(name))
+            if key not in gathered:
+                gathered[key] = gather(model, name, found.local)
+            out[name] = gathered[key]
     return out
 
 
-def _is_cut(cover: Cover) -> bool:
-    return any(axis.dim >= 0 for axis in cover.axes)
-
-
-def optimizer_state_dict(model: ParallelModel, optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state by parameter name, cut as the parameters are.
-
-    Numbers of the parameter groups are tensors, so that a checkpoint needs no pickle.
-    """
-    names = {id(p): name for name, p in model.named_parameters()}
-    _initialise(optimizer)
-    state: dict[str, Any] = {}
-    for parameter, values in optimizer.state.items():
-        name = names[id(parameter)]
-        for key, value in values.items():
-            if isinstance(value, Tensor):
-                state[f"state.{name}.{key}"] = _like_parameter(model, name, parameter, value)
-    for index, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
-            number = _as_tensor(value)
-            if number is not None:
-                state[f"group.{index}.{key}"] = number
-    return state
-
-
-def load_optimizer_state_dict(
-    model: ParallelModel, optimizer: Optimizer, state: dict[str, Any]
-) -> None:
-    """Load what `optimizer_state_dict` gave, also where whole tensors stand for blocks."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    _initialise(optimizer)
-    for parameter, values in optimizer.state.items():
-        name = names[id(parameter)]
-        for key, value in values.items():
-            found = state.get(f"state.{name}.{key}")
-            if isinstance(value, Tensor) and found is not None:
-                if isinstance(found, Block):
-                    found = found.local
-                elif found.shape != value.shape:
-                    found = model.held.cut(name, found)
-                values[key] = found.detach().clone().to(value.dtype)
-    for index, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
-            found = state.get(f"group.{index}.{key}")
-            if found is not None:
-                group[key] = _from_tensor(found, value)
-
-
-def _like_parameter(model: ParallelModel, name: str, parameter: Tensor, value: Tensor) -> Any:
+def gather(model: ParallelModel, name: str, local: Tensor) -> Tensor:
+    """Return a tensor that is cut as the parameter or buffer `name` is, whole on every rank."""
     cover = model.held.covers[name]
-    if value.shape == parameter.shape and _is_cut(cover):
-        return Block(value, cover, model.mesh.rank)
-    return value
+    whole = whole_cover(cover.shape, model.mesh.size)
+    return model.runs.exchange(cover, whole, layer=name).start(local.detach()).finish()
 
 
-def _initialise(optimizer: Optimizer) -> None:
-    """Make the state that a first step would make, without changing any parameter."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if optimizer.state or not parameters:
-        return
-    grads = [p.grad for p in parameters]
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for p in parameters:
-        p.grad = torch.zeros_like(p) if p.requires_grad else None
-    for group in optimizer.param_groups:
-        group["lr"] = torch.tensor(0.0) if isinstance(group["lr"], Tensor) else 0.0
-    optimizer.step()
-    for p, grad in zip(parameters, grads):
-        p.grad = grad
-    for group, rate in zip(optimizer.param_groups, rates):
-        group["lr"] = rate
-    for values in optimizer.state.values():
-        if "step" in values:
-            values["step"] = values["step"] * 0
+def block(model: ParallelModel, name: str, local: Tensor) -> Any:
+    """Return a tensor that is cut as the parameter or buffer `name` is, as it is saved."""
+    if not model.held.is_cut(name):
+        return local
+    return Block(local, model.held.covers[name], model.mesh.rank)
 
 
-def _as_tensor(value: Any) -> Tensor | None:
-    if isinstance(value, Tensor):
-        return value
-    if isinstance(value, (bool, int, float)):
-        return torch.tensor(float(value), dtype=torch.float64)
-    if isinstance(value, (tuple, list)) and all(isinstance(v, (int, float)) for v in value):
-        return torch.tensor([float(v) for v in value], dtype=torch.float64)
-    return None
-
-
-def _from_tensor(found: Tensor, like: Any) -> Any:
-    if isinstance(like, Tensor):
-        return found.to(like.dtype)
-    if isinstance(like, (tuple, list)):
-        return type(like)(type(old)(new) for old, new in zip(like, found.tolist()))
-    return type(like)(found.item())
+def part(model: ParallelModel, name: str, found: Any) -> Any:
+    """Return this rank's part of what was loaded: a block, or a whole tensor."""
+    cover = model.held.covers[name]
+    if isinstance(found, Block):
+        if not found.cover.same_blocks(cover):
+            raise PlanError(
+                f"load_state_dict: {name} is a block of another plan; load it through "
+                "torch.distributed.checkpoint, or from a full state dict"
+            )
+        return found.local
+    if not isinstance(found, Tensor) or not model.held.is_cut(name):
+        return found
+    if tuple(found.shape) != cover.shape:
+        raise PlanError(
+            f"load_state_dict: {name} has shape {tuple(found.shape)}, the model's has {cover.shape}"
+        )
+    return take(found, cover, model.mesh.rank)
 
 
 def install(model: ParallelModel) -> None:
     """Let the model's state_dict give blocks and its load_state_dict take them."""
 
-    def after(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        wrap(cast("ParallelModel", module), state)
+    def after(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        this = cast("ParallelModel", module)
+        for name in this.held.covers:
+            found = state.get(prefix + name)
+            if isinstance(found, Tensor):
+                state[prefix + name] = block(this, name, found)
 
     def before(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        unwrap(cast("ParallelModel", module), state, prefix)
+        this = cast("ParallelModel", module)
+        for name in this.held.covers:
+            if prefix + name in state:
+                state[prefix + name] = part(this, name, state[prefix + name])
 
     model._register_state_dict_hook(after)
     model.register_load_state_dict_pre_hook(before)

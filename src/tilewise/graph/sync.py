@@ -20,11 +20,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewise.comm import Chain, Group, Mesh
+from tilewise.graph.reach import Gate, Passing, Reach, Use, leave
 
 BUCKET_BYTES = 8 * 2**20
-
-Use = tuple[str, tuple[int, ...]]
-"""A parameter's name and the ranks that share its block in some layer."""
 
 
 @dataclass
@@ -75,12 +73,14 @@ class GradSync:
     def __init__(
         self, mesh: Mesh, aside: Aside, uses: Sequence[Use], parameters: dict[str, Tensor]
     ) -> None:
-        self.mesh, self.aside = mesh, aside
+        self.mesh, self.aside, self.reach = mesh, aside, Reach()
         self.buckets: list[Bucket] = []
         open_buckets: dict[Any, Bucket] = {}
         self.place: dict[Use, tuple[int, int]] = {}
         for use in dict.fromkeys(uses):
             name, ranks = use
+            if len(ranks) < 2:
+                continue
             tensor = parameters[name]
             key = (ranks, tensor.dtype, tensor.device)
             bucket = open_buckets.get(key)
@@ -91,35 +91,64 @@ class GradSync:
             bucket.names.append(name)
             bucket.bytes += tensor.numel() * tensor.element_size()
 
-    def enter(self, parameters: dict[str, Tensor], chain: Chain, *, sync: bool) -> Entry:
-        """Record the outer nodes; call first in a pass."""
-        return Entry(self, parameters, chain, sync=sync)
-
 
 class Entry:
-    """One pass' way into the parameters."""
+    """One pass' way into the parameters, and out to the outputs; make it before all else."""
 
     def __init__(
-        self, buckets: GradSync, parameters: dict[str, Tensor], chain: Chain, *, sync: bool
+        self,
+        buckets: GradSync,
+        parameters: dict[str, Tensor],
+        chain: Chain,
+        *,
+        outputs: int,
+        sync: bool,
+        left: Sequence[Use] = (),
     ) -> None:
-        self.buckets, self.chain = buckets, chain
+        self.buckets, self.parameters, self.chain, self.left = buckets, parameters, chain, left
+        self.passing = Passing(buckets.mesh, buckets.reach, [True] * outputs)
         self.outer: list[tuple[Tensor, ...]] = []
         self.states: list[_State] = []
         self.inner: dict[int, tuple[Tensor, ...]] = {}
         for bucket in buckets.buckets:
             entering = [parameters[name] for name in bucket.names]
-            state = _State(buckets.mesh, bucket, buckets.aside, entering, sync)
+            state = _State(buckets.mesh, bucket, buckets.aside, entering, self.passing, sync)
             self.states.append(state)
             self.outer.append(_Outer.apply(state, *entering))
+        for use in left:
+            self.get(use)
 
     def get(self, use: Use) -> Tensor:
         """Return a parameter to compute with; the first of a bucket records its inner node."""
+        if use not in self.buckets.place:
+            parameter = self.parameters[use[0]]
+            if self.buckets.reach.always(use):
+                return parameter
+            gated: Tensor = Gate.apply(self.passing, use, parameter)
+            return gated
         index, position = self.buckets.place[use]
         if index not in self.inner:
             token, *entered = _Inner.apply(self.states[index], self.chain.token, *self.outer[index])
             self.chain.token = token
             self.inner[index] = tuple(entered)
         return self.inner[index][position]
+
+    def leave(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the outputs, tied to all that has to run in backward."""
+        self.buckets.reach.find(outputs, _use_at)
+        if len(outputs) == 1 and not self.left:
+            return outputs
+        return leave(outputs, self.passing, self.chain)
+
+
+def _use_at(node: Any, number: int) -> Use | None:
+    """Return the parameter that stands at an output of a node, if it is one of ours."""
+    kind = getattr(node, "_forward_cls", None)
+    if kind is Gate:
+        return node.use  # type: ignore[no-any-return]
+    if kind is _Inner and number > 0:
+        return node.state.bucket.uses[number - 1]  # type: ignore[no-any-return]
+    return None
 
 
 @dataclass
@@ -130,6 +159,7 @@ class _State:
     bucket: Bucket
     aside: Aside
     parameters: list[Tensor]
+    passing: Passing
     sync: bool
     work: Any = None
     flat: Tensor | None = None
@@ -160,6 +190,8 @@ class _Outer(torch.autograd.Function):
 
 
 class _Inner(torch.autograd.Function):
+    token_at = 0
+
     @staticmethod
     def forward(
         ctx: Any, state: _State, token: Tensor | None, *parameters: Tensor
@@ -173,6 +205,8 @@ class _Inner(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, token: Tensor | None, *grads: Tensor | None) -> tuple[Any, ...]:
         state: _State = ctx.state
+        uses = state.bucket.uses
+        grads = tuple(g if state.passing.wants(use) else None for g, use in zip(grads, uses))
         outer = ctx.next_functions[-1][0]
         if not torch._C._will_engine_execute_node(outer):
             return None, token, *(None for _ in grads)  # gradients of other tensors were asked for

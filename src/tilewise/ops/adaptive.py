@@ -57,7 +57,8 @@ def adaptive_pool(
         is reduced to one output hold replicas of y.
     Communication: windows that cross a cut fetch what they lack. Dims reduced to one output move
         no input: averages end in one all-reduce of y, maxima in a gather of one y from each
-        rank. The work is done where x lies unless it is smaller where `axes` say; then y moves.
+        rank. The work is done where x lies and y moves to `axes`, unless y is the larger one or
+        ranks would hold less of x if it were cut by `axes`.
     Adjoint: the same backwards; the sum's is free.
     """
     out_shape = _check(x, kind, size, return_indices, layer)
@@ -79,15 +80,13 @@ def adaptive_pool(
 
     windows, starts = [], []
     for dim in space:
-        piece = need.block(rank, dim).pieces
-        start, stop = (piece[0].start, piece[0].stop) if piece else (0, 0)
+        pieces = need.block(rank, dim).pieces
+        start, stop = pieces[0][:2] if pieces else (0, 0)
+        outputs = range(*given.intervals(rank)[dim])
+        reads = [_window(i, x.shape[dim], out_shape[dim]) for i in outputs]
+        own = [(start, stop)] if dim in reduced else reads
+        windows.append([(first - start, last - start) for first, last in own])
         starts.append(start)
-        if dim in reduced:
-            windows.append([(0, stop - start)])
-        else:
-            outputs = range(*given.intervals(rank)[dim])
-            reads = [_window(i, x.shape[dim], out_shape[dim]) for i in outputs]
-            windows.append([(first - start, last - start) for first, last in reads])
     shape = gives.local_shape(rank)
     if kind == "avg":
         share = prod(need.local_shape(rank)[dim] / x.shape[dim] for dim in reduced)

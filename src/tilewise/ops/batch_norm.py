@@ -139,17 +139,17 @@ class _Local:
         found, x = moments(x, reduced)
         rows = inner[0](found)
         counts = self.summary.counts(rows.device)
-        if running is not None:
-            with torch.no_grad():
-                mean, m2 = combine(rows, counts, reduced)
-                towards(running[0], mean, factor)
-                towards(running[1], m2 / (counts.sum() - 1.0), factor)
         own, own_counts = rows, counts
         for dim in reduced:
             if dim not in self.join:
                 own = _block(own, dim + 1, self.coords[dim])
                 own_counts = _block(own_counts, dim, self.coords[dim])
         mean, m2 = combine(own, own_counts, self.join)
+        if running is not None:
+            with torch.no_grad():
+                every = (mean, m2) if own is rows else combine(rows, counts, reduced)
+                towards(running[0], every[0], factor)
+                towards(running[1], every[1] / (counts.sum() - 1.0), factor)
         var = m2 / own_counts.sum().clamp(min=1.0)
         y: Tensor = _Normalise.apply(x, mean.flatten(), var.flatten(), weight, bias, self.eps)
         return y

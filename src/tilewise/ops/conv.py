@@ -36,6 +36,10 @@ from tilewise.ops.conv_spec import ConvSpec
 from tilewise.ops.operation import Need, Operation, tied_zeros
 
 SPACE = "dhw"
+CONVOLUTIONS: dict[bool, dict[int, Any]] = {
+    False: {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d},
+    True: {1: torch.conv_transpose1d, 2: torch.conv_transpose2d, 3: torch.conv_transpose3d},
+}
 
 
 def conv(
@@ -152,29 +156,34 @@ class _Local:
                 )
 
     def __call__(self, inner: list[Any], x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
-        if not prod(self.out):
-            return tied_zeros(self.out, x, weight, *bias)
         b = bias[0] if bias and self.with_bias else None
-        if not x.numel() or not weight.numel():
-            y = tied_zeros(self.out, x, weight, *bias)
-            return y if b is None else y + b.view(-1, *[1] * self.spec.ndim)
-        late = b if self.crops else None
-        y = torch.ops.aten.convolution(
-            x,
-            weight,
-            None if self.crops else b,
-            self.spec.stride,
-            self.padding,
-            self.spec.dilation,
-            self.spec.transposed,
-            self.output_padding,
-            self.groups,
-        )
-        if self.crops:
-            y = _crop(y, self.crops)
-        if late is not None:
-            y.add_(late.view(-1, *[1] * self.spec.ndim))
-        return y
+        if not prod(self.out) or not x.numel() or not weight.numel():
+            y = tied_zeros(self.out, x, weight, *bias).to(self._dtype(x, weight))
+            return y if b is None else y.add_(b.view(-1, *[1] * self.spec.ndim))
+        y = self._convolve(x, weight, None if self.crops else b)
+        if not self.crops:
+            return y
+        y = _crop(y, self.crops)
+        return y if b is None else y.add_(b.view(-1, *[1] * self.spec.ndim))
+
+    def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Call the function that autocast knows; it does not know aten.convolution."""
+        spec = self.spec
+        function = CONVOLUTIONS[spec.transposed][spec.ndim]
+        if not spec.transposed:
+            return function(  # type: ignore[no-any-return]
+                x, weight, bias, spec.stride, self.padding, spec.dilation, self.groups
+            )
+        rest = (self.padding, self.output_padding, self.groups, spec.dilation)
+        return function(x, weight, bias, spec.stride, *rest)  # type: ignore[no-any-return]
+
+    def _dtype(self, x: Tensor, weight: Tensor) -> torch.dtype:
+        """Return what the convolution would give: peers with more to do expect the same."""
+        if not torch.is_autocast_enabled(x.device.type):
+            return x.dtype
+        ones = [1] * (self.spec.ndim + 2)
+        function = CONVOLUTIONS[False][self.spec.ndim]
+        return function(x.new_zeros(ones), weight.new_zeros(ones)).dtype  # type: ignore[no-any-return]
 
 
 def _crop(y: Tensor, crops: Sequence[tuple[int, int, int]]) -> Tensor:

@@ -48,18 +48,8 @@ def cross_entropy(
         raise OperatorError(
             f"{layer}: label_smoothing (={label_smoothing}) must lie between 0 and 1"
         )
-    return _plan(
-        logits,
-        target,
-        weight,
-        ignore_index,
-        reduction,
-        label_smoothing,
-        axes,
-        rank,
-        layer,
-        softmax=True,
-    )
+    spec = _Spec(weight, ignore_index, reduction, label_smoothing, True, layer)
+    return _plan(logits, target, spec, axes, rank)
 
 
 def nll_loss(
@@ -80,47 +70,34 @@ def nll_loss(
         share its classes).
     Adjoint: none.
     """
-    return _plan(
-        log_probabilities,
-        target,
-        weight,
-        ignore_index,
-        reduction,
-        0.0,
-        axes,
-        rank,
-        layer,
-        softmax=False,
-    )
+    spec = _Spec(weight, ignore_index, reduction, 0.0, False, layer)
+    return _plan(log_probabilities, target, spec, axes, rank)
 
 
-def _plan(
-    x: Layout,
-    target: Sequence[int],
-    weight: bool,
-    ignore_index: int,
-    reduction: str,
-    smoothing: float,
-    axes: Axes | None,
-    rank: int,
-    layer: str,
-    *,
-    softmax: bool,
-) -> Operation:
-    check_reduction(reduction, layer)
-    shares = softmax and tuple(target) == x.shape
-    _check_target(x, target, shares, ignore_index, softmax, layer)
+@dataclass(frozen=True)
+class _Spec:
+    weight: bool
+    ignore_index: int
+    reduction: str
+    smoothing: float
+    softmax: bool
+    layer: str
+
+
+def _plan(x: Layout, target: Sequence[int], spec: _Spec, axes: Axes | None, rank: int) -> Operation:
+    check_reduction(spec.reduction, spec.layer)
+    shares = spec.softmax and tuple(target) == x.shape
+    _check_target(x, target, shares, spec)
     work = Layout(x.shape, x.axes if axes is None else axes)
-    along = Along(work, 1) if softmax else None
-    classes = work.intervals(rank)[1]
-    local = _Local(work, along, classes, ignore_index, reduction, smoothing, shares, layer)
+    along = Along(work, 1) if spec.softmax else None
+    local = _Local(work, along, work.intervals(rank)[1], shares, spec)
     brought = work if shares else class_indices(work)
     needs = [Need.of(work), Need.of(brought)]
-    if weight:
+    if spec.weight:
         differentiable, constant = channel_needs(work)
         needs.append(differentiable if shares else constant)
     inner = () if along is None else along.inner
-    if reduction != "none":
+    if spec.reduction != "none":
         out = Layout.replicated((), ranks=work.ranks)
         ends = (*inner, total_of((2,), work))
         return Operation(tuple(needs), local, (Cover.of(out),), (out,), ends)
@@ -135,11 +112,8 @@ class _Local:
     work: Layout
     along: Along | None
     classes: tuple[int, int]
-    ignore_index: int
-    reduction: str
-    smoothing: float
     shares: bool
-    layer: str
+    spec: _Spec
 
     def __call__(self, inner: list[Any], x: Tensor, target: Tensor, *weights: Tensor) -> Tensor:
         weight = weights[0] if weights else None
@@ -148,17 +122,17 @@ class _Local:
             losses, share = self._of_shares(logs, target, weight)
         else:
             losses, share = self._of_indices(logs, target, weight)
-        if self.reduction == "none":
+        if self.spec.reduction == "none":
             return losses.to(x.dtype)
         totals: Tensor = inner[-1](torch.stack([losses, share.to(losses.dtype)]))
-        return (totals[0] / totals[1] if self.reduction == "mean" else totals[0]).to(x.dtype)
+        return (totals[0] / totals[1] if self.spec.reduction == "mean" else totals[0]).to(x.dtype)
 
     def _of_shares(
         self, logs: Tensor, target: Tensor, weight: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return the loss of class probabilities and the number of positions (among classes)."""
-        if self.smoothing:
-            target = target * (1.0 - self.smoothing) + self.smoothing / self.work.shape[1]
+        if self.spec.smoothing:
+            target = target * (1.0 - self.spec.smoothing) + self.spec.smoothing / self.work.shape[1]
         product = logs * target
         if weight is not None:
             product = product * _column(weight, logs)
@@ -170,29 +144,29 @@ class _Local:
         self, logs: Tensor, target: Tensor, weight: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return the loss of class indices and the weight of the targets that are classes here."""
-        known = target != self.ignore_index
+        known = target != self.spec.ignore_index
         here, place = self._places(target, known)
         share = here.sum() if weight is None else widened(weight)[place[here]].sum()
         if not logs.numel():
             return self._reduced(widened(tied_zeros(target.shape, logs))), share
         losses = widened(F.nll_loss(logs, place, weight, ignore_index=_IGNORED, reduction="none"))
-        if self.smoothing:
+        if self.spec.smoothing:
             weighted = logs if weight is None else logs * _column(weight, logs)
             spread = -wide_sum(weighted, [1]).masked_fill(~known, 0)
-            losses = losses * (1.0 - self.smoothing)
-            losses = losses + spread * (self.smoothing / self.work.shape[1])
+            losses = losses * (1.0 - self.spec.smoothing)
+            losses = losses + spread * (self.spec.smoothing / self.work.shape[1])
         return self._reduced(losses), share
 
     def _reduced(self, losses: Tensor) -> Tensor:
-        return losses if self.reduction == "none" else losses.sum()
+        return losses if self.spec.reduction == "none" else losses.sum()
 
     def _places(self, target: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
         """Return which targets are classes of this rank, and their place among them."""
         start, stop = self.classes
         if (known & ((target < 0) | (target >= self.work.shape[1]))).any():
             raise OperatorError(
-                f"{self.layer}: a target is neither a class 0 … {self.work.shape[1] - 1} nor "
-                f"ignore_index (={self.ignore_index}); correct it or name it as ignore_index"
+                f"{self.spec.layer}: a target is neither a class 0 … {self.work.shape[1] - 1} nor "
+                f"ignore_index (={self.spec.ignore_index}); correct it or name it as ignore_index"
             )
         here = known & (target >= start) & (target < stop)
         return here, torch.where(here, target.long() - start, _IGNORED)
@@ -202,26 +176,20 @@ def _column(weight: Tensor, like: Tensor) -> Tensor:
     return weight.view(-1, *[1] * (like.dim() - 2))
 
 
-def _check_target(
-    x: Layout,
-    target: Sequence[int],
-    shares: bool,
-    ignore_index: int,
-    softmax: bool,
-    layer: str,
-) -> None:
+def _check_target(x: Layout, target: Sequence[int], shares: bool, spec: _Spec) -> None:
     if len(x.shape) < 2:
         raise OperatorError(
-            f"{layer}: the input {x.shape} must have a sample and a class dim; add a batch dim of 1"
+            f"{spec.layer}: the input {x.shape} must have a sample and a class dim; add a batch "
+            "dim of 1"
         )
     if not shares and tuple(target) != (x.shape[0], *x.shape[2:]):
-        other = " or, with class probabilities, the same shape" if softmax else ""
+        other = " or, with class probabilities, the same shape" if spec.softmax else ""
         raise OperatorError(
-            f"{layer}: the target {tuple(target)} must have the shape of the input {x.shape} "
+            f"{spec.layer}: the target {tuple(target)} must have the shape of the input {x.shape} "
             f"without its class dim 1{other}"
         )
-    if shares and ignore_index >= 0:
+    if shares and spec.ignore_index >= 0:
         raise OperatorError(
-            f"{layer}: ignore_index (={ignore_index}) goes with class indices, the target "
-            f"{tuple(target)} holds probabilities; leave it out"
+            f"{spec.layer}: ignore_index (={spec.ignore_index}) goes with class indices, the "
+            f"target {tuple(target)} holds probabilities; leave it out"
         )

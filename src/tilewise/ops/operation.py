@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewise.comm import Chain, Exchange, Mesh
-from tilewise.layout import PARTIAL, Axes, Axis, Cover, Layout
+from tilewise.layout import PARTIAL, REPLICA, Axes, Axis, Cover, Layout
 
 Step = Callable[[Tensor], Tensor]
 Local = Callable[..., Any]
@@ -33,6 +33,15 @@ class Need:
     @classmethod
     def of(cls, where: Layout | Cover, fill: float = 0.0) -> Need:
         return cls(Cover.of(where) if isinstance(where, Layout) else where, fill)
+
+    @property
+    def home(self) -> Layout:
+        """The layout that this extends: the same axes, balanced blocks, no halos."""
+        axes = self.cover.axes
+        return Layout(
+            self.cover.shape,
+            Axes(Axis(a.size, REPLICA if a.dim == PARTIAL else a.dim) for a in axes),
+        )
 
 
 @dataclass(frozen=True)

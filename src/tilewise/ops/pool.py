@@ -149,7 +149,7 @@ class _Local:
 
     def __call__(self, inner: list[Any], x: Tensor) -> Any:
         if not prod(self.out):
-            y = tied_zeros(self.out, x)
+            y = tied_zeros(self.out, x).to(self._dtype(x))
             indices = torch.zeros(self.out, dtype=torch.int64, device=x.device)
             return (y, indices) if self.spec.return_indices else y
         if self.row:
@@ -164,6 +164,13 @@ class _Local:
             return y
         slab = x.shape[-self.spec.ndim :]
         return y, indices if self.plain else relocate(indices, slab, self.starts, self.extents)
+
+    def _dtype(self, x: Tensor) -> torch.dtype:
+        """Return what pooling would give; autocast averages volumes in another dtype."""
+        if self.spec.kind == "max" or not torch.is_autocast_enabled(x.device.type):
+            return x.dtype
+        ones = [1] * (self.ndim + 2)
+        return _FORTH["avg", self.ndim](x.new_zeros(ones), ones[2:]).dtype  # type: ignore[no-any-return]
 
     def _average(self, x: Tensor) -> Tensor:
         if self.plain:

@@ -80,8 +80,7 @@ class Sampling:
             return output * step
         if self.mode == "nearest-exact":
             return (output + 0.5) * step
-        source = (output + 0.5) * step - 0.5
-        return source if self.mode == "bicubic" else source.clamp(min=0)
+        return (output + 0.5) * step - 0.5
 
 
 def _near(t: Tensor) -> Tensor:

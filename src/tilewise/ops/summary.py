@@ -45,17 +45,15 @@ class Summary:
             for dim, (extent, parts) in enumerate(zip(self.work.shape, self.work.degrees))
         )
 
-    def ends(
-        self, *, width: int = 2, roles: Mapping[int, int] | None = None
-    ) -> tuple[Cover, Cover]:
-        """Return source and target of the exchange of `width` summaries stacked in front.
+    def ends(self, *, roles: Mapping[int, int] | None = None) -> tuple[Cover, Cover]:
+        """Return source and target of the exchange of two summaries stacked in front.
 
         `roles` says what becomes of the axes of each dim: PARTIAL gives every rank all entries
         and sums their gradients; REPLICA gives all entries too, but a rank's gradients of other
         ranks' entries go nowhere; a dim left out stays cut. By default reduced dims are PARTIAL.
         """
         given = dict.fromkeys(self.dims, PARTIAL) if roles is None else roles
-        source = Layout((width, *self.shape), shifted(self.work.axes, len(self.shape)))
+        source = Layout((2, *self.shape), shifted(self.work.axes, len(self.shape)))
         axes = source.axes.relabel({dim + 1: role for dim, role in given.items()})
         return Cover.of(source), Cover.of(Layout(source.shape, axes))
 
@@ -73,11 +71,12 @@ class Summary:
 @lru_cache(maxsize=4096)
 def _counts(summary: Summary, device: torch.device) -> Tensor:
     ndim = len(summary.shape)
-    out = torch.ones([1] * ndim, dtype=torch.float64)
-    for dim in summary.dims:
-        sizes = torch.tensor(summary.block_sizes(dim), dtype=torch.float64)
-        out = out * sizes.view([-1 if d == dim else 1 for d in range(ndim)])
-    return out.to(device)
+    with torch.inference_mode(False):  # or training could not use it later
+        out = torch.ones([1] * ndim, dtype=torch.float64, device=device)
+        for dim in summary.dims:
+            sizes = out.new_tensor(summary.block_sizes(dim))
+            out = out * sizes.view([-1 if d == dim else 1 for d in range(ndim)])
+    return out
 
 
 def shifted(axes: Axes, ndim: int, by: int = 1) -> Axes:

@@ -4,10 +4,10 @@
 
 **Geometry.** With the box as unit, an ellipsoid of centre c, radii r and rotation R is
 
-    q(p) = (p - c)ᵀ R diag(1/r²) Rᵀ (p - c) < 1 + 0.2 s(p),
+    q(p) = (p - c)ᵀ R diag(1/r²) Rᵀ (p - c) < 1 + 0.1 s(p),
 
-s a smooth random field of variance 1 that dents the surface. A body (radii 0.36 to 0.46) holds one
-to three organs (0.13 to 0.24), each organ one to three lesions (0.05 to 0.08) centred in it; a
+s a smooth random field of variance 1 that dents the surface. A body (radii 0.38 to 0.46) holds one
+to three organs (0.16 to 0.26), each organ one to three lesions (0.05 to 0.1) centred in it; a
 lesion's label ends at its organ's surface. Four to eight lumps like lesions lie elsewhere in the
 body and are background: what surrounds a bright lump decides its class, not its brightness.
 
@@ -34,7 +34,7 @@ from tilewise.data.write import Array, Field
 SMALLEST = 16
 CLASSES = ("background", "organ", "lesion")
 TISSUE = {"body": 0.35, "organ": 0.6, "lesion": 0.85}
-DENTS, BIAS, NOISE = 0.2, 0.2, 0.07
+DENTS, BIAS, NOISE = 0.1, 0.2, 0.07
 _TRIES = 50
 
 Ellipsoid = tuple[Array, Array, Array]
@@ -50,15 +50,17 @@ def sample(size: int, seed: int, index: int) -> Sample:
     """Make one scan and its labels."""
     rng = generator("organs", seed, index)
     shape = (size, size, size)
-    dents = smooth_field(rng, shape, 5.0)
+    dents = smooth_field(rng, shape, 4.0)
     tissue = np.zeros(shape, np.float32)
     y = np.zeros(shape, np.uint8)
     body = rng.uniform(0.47, 0.53, 3)
-    reach = rng.uniform(0.36, 0.46, 3)
+    reach = rng.uniform(0.38, 0.46, 3)
     _paint(*_inside(dents, body, reach, _rotation(rng)), (tissue, TISSUE["body"]))
     organs = _organs(rng, body)
     for centre, radii, turn in organs:
-        _paint(*_inside(dents, centre, radii, turn), (tissue, TISSUE["organ"]), (y, 1))
+        box, inside = _inside(dents, centre, radii, turn)
+        inside &= tissue[box] > 0
+        _paint(box, inside, (tissue, TISSUE["organ"]), (y, 1))
     for centre, radii, turn in organs:
         for _ in range(rng.integers(1, 4)):
             place = centre + turn @ (radii * _in_ball(rng) * 0.7)
@@ -79,7 +81,7 @@ def _organs(rng: np.random.Generator, body: Array) -> list[Ellipsoid]:
     found: list[Ellipsoid] = []
     wanted = int(rng.integers(1, 4))
     for _ in range(_TRIES):
-        radii = rng.uniform(0.13, 0.24, 3)
+        radii = rng.uniform(0.16, 0.26, 3)
         centre = body + 0.25 * _in_ball(rng)
         turn = _rotation(rng)
         apart = all(
@@ -93,7 +95,7 @@ def _organs(rng: np.random.Generator, body: Array) -> list[Ellipsoid]:
 
 
 def _lump(rng: np.random.Generator, dents: Array, centre: Array) -> tuple[Box, Array]:
-    return _inside(dents, centre, rng.uniform(0.05, 0.08, 3), _rotation(rng))
+    return _inside(dents, centre, rng.uniform(0.05, 0.1, 3), _rotation(rng))
 
 
 def _paint(box: Box, inside: Array, *values: tuple[Array, float]) -> None:

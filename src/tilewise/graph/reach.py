@@ -1,0 +1,110 @@
+"""Which parameters get a gradient: those that an output depends on which some rank uses.
+
+All messages of backward travel, also those of a branch that the loss ignores, with zeros. On one
+device the parameters of such a branch get no gradient at all, and an optimizer leaves them alone.
+So each pass finds out which outputs are used, and lets through the gradients that follow from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tilewise.comm import Chain, Mesh
+from tilewise.comm.chain import passed
+
+Use = tuple[str, tuple[int, ...]]
+"""A parameter's name and the ranks that share its block in some layer."""
+
+
+@dataclass
+class Reach:
+    """For each output of a program, the uses of parameters that it depends on.
+
+    They are the same in every pass, so the first one tells.
+    """
+
+    outputs: list[frozenset[Use]] = field(default_factory=list)
+
+    def find(self, outputs: Sequence[Tensor], use_at: Callable[[Any, int], Use | None]) -> None:
+        """Follow each output back to the parameters; `use_at` names what a node stands for."""
+        if not self.outputs:
+            for output in outputs:
+                uses = [use_at(node, number) for node, number in passed(output)]
+                self.outputs.append(frozenset(use for use in uses if use is not None))
+
+    def always(self, use: Use) -> bool:
+        """Whether the parameter gets a gradient whichever output is used."""
+        return bool(self.outputs) and all(use in uses for uses in self.outputs)
+
+
+@dataclass
+class Passing:
+    """Which outputs of one pass some rank uses; known once backward has begun."""
+
+    mesh: Mesh
+    reach: Reach
+    used: list[bool]
+
+    def wants(self, use: Use) -> bool:
+        """Whether a parameter gets a gradient in this pass."""
+        return any(used and use in uses for used, uses in zip(self.used, self.reach.outputs))
+
+
+def leave(outputs: tuple[Tensor, ...], passing: Passing, chain: Chain) -> tuple[Tensor, ...]:
+    """Make whoever runs backward from one of the outputs pass the whole chain.
+
+    The ranks tell each other which outputs they use before the first other message of backward.
+    """
+    tied = [i for i, output in enumerate(outputs) if output.requires_grad]
+    if not tied or chain.token is None:
+        return outputs
+    found = list(outputs)
+    left = _Leave.apply(passing, tied, chain.token, *(outputs[i] for i in tied))
+    for i, output in zip(tied, left):
+        found[i] = output
+    return tuple(found)
+
+
+class _Leave(torch.autograd.Function):
+    token_at = 0
+
+    @staticmethod
+    def forward(
+        ctx: Any, passing: Passing, tied: list[int], token: Tensor, *outputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.passing, ctx.tied = passing, tied
+        ctx.set_materialize_grads(False)
+        return tuple(output.view_as(output) for output in outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        passing: Passing = ctx.passing
+        given = next(grad for grad in grads if grad is not None)
+        flags = torch.zeros(len(passing.used), device=given.device)
+        for i, grad in zip(ctx.tied, grads):
+            flags[i] = grad is not None
+        passing.mesh.sum(flags, passing.mesh.group(), layer="outputs (backward)")
+        passing.used = (flags > 0).tolist()
+        return None, None, torch.zeros((), device=given.device), *grads
+
+
+class Gate(torch.autograd.Function):
+    """Let a gradient through where one device would have one; for blocks that no rank shares."""
+
+    @staticmethod
+    def forward(ctx: Any, passing: Passing, use: Use, parameter: Tensor) -> Tensor:
+        ctx.passing, ctx.use = passing, use
+        ctx.set_materialize_grads(False)
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, Tensor | None]:
+        return None, None, grad if ctx.passing.wants(ctx.use) else None

@@ -1,0 +1,555 @@
+"""The loader hands every rank its slabs of the same global batches, whatever the plan."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import data_files
+from drawing import layouts
+from tilewise import data as td
+from tilewise.comm import Mesh
+from tilewise.data.augment import Geometric, dims_of
+from tilewise.data.chance import Chance
+from tilewise.errors import CommError, DataError
+from tilewise.layout import Block, Cover, Layout
+from tilewise.testing import RanksError, ranks
+
+Arrays = data_files.Arrays
+COUNT = 7
+VOXELS = (4, 4, 5)
+SHAPE = (2, *VOXELS)
+
+
+# -- on each rank ----------------------------------------------------------------------------
+
+
+def epochs(
+    mesh: Mesh, folder: Path, format: str, cuts: list[Layout], count: int, options: dict[str, Any]
+) -> list[list[tuple[tuple[int, ...], list[Any]]]]:
+    """Return the batches of some epochs: their samples and this rank's slabs."""
+    source = data_files.opened(folder, format, SHAPE)
+    loader = td.loader(source, cuts, mesh=mesh, **options)
+    found = []
+    for _ in range(count):
+        batches = []
+        for batch in loader:
+            for tensor, cut in zip(batch, cuts, strict=True):
+                local = cut.with_shape((batch.size, *cut.shape[1:])).local_shape(mesh.rank)
+                assert tuple(tensor.shape) == local
+                assert tensor.is_contiguous()
+            assert len(batch.samples) == batch.size
+            batches.append((batch.samples, [tensor.numpy() for tensor in batch]))
+        found.append(batches)
+    loader.close()
+    return found
+
+
+def gathered(results: list[Any], cuts: list[Layout]) -> list[list[tuple[Any, list[Any]]]]:
+    """Put all ranks' slabs together; where several ranks hold an element they must agree."""
+    out = []
+    for epoch in range(len(results[0])):
+        batches = []
+        for number in range(len(results[0][epoch])):
+            samples = results[0][epoch][number][0]
+            fields = []
+            for field, cut in enumerate(cuts):
+                shape = (len(samples), *cut.shape[1:])
+                whole = np.full(shape, np.nan)
+                for rank, result in enumerate(results):
+                    assert result[epoch][number][0] == samples
+                    slab = whole[cut.with_shape(shape).slab(rank)]
+                    mine = result[epoch][number][1][field]
+                    assert np.isnan(slab).all() or np.array_equal(slab, mine)
+                    slab[...] = mine
+                fields.append(whole)
+            batches.append((samples, fields))
+        out.append(batches)
+    return out
+
+
+# -- what a rank alone would do with whole samples -------------------------------------------
+
+
+def augmented(
+    fields: list[Any], augment: tuple[Any, ...], seed: int, epoch: int, sample: int
+) -> list[Any]:
+    """Augment whole arrays: x, and y where it has the same spatial extents."""
+    concerned = [field.shape[-3:] == VOXELS for field in fields]
+    fields = [field.astype("float64") for field in fields]
+    for number, one in enumerate(augment):
+        chance = Chance(seed, epoch, sample, number)
+        if isinstance(one, Geometric):
+            fields = [
+                moved(field, one, chance) if yes else field for field, yes in zip(fields, concerned)
+            ]
+        elif isinstance(one, td.Noise):
+            shape = fields[0].shape
+            box = tuple((0, extent) for extent in shape)
+            noise = chance.normal(shape, box, torch.float32).numpy() * one.std
+            fields[0] = fields[0] + noise
+        else:
+            value = one.low + (one.high - one.low) * chance.uniform()
+            fields[0] = fields[0] * value if isinstance(one, td.Scale) else fields[0] + value
+    return fields
+
+
+def moved(field: Any, one: Geometric, chance: Chance) -> Any:
+    lead = field.ndim - 3
+    if isinstance(one, td.Flip):
+        axes = [
+            lead + dim for k, dim in enumerate(dims_of(one.dims, 3)) if chance.uniform(k) < one.p
+        ]
+        return np.flip(field, axes)
+    if isinstance(one, td.Roll):
+        dims = dims_of(one.dims, 3)
+        shifts = [chance.below(field.shape[lead + dim], k) for k, dim in enumerate(dims)]
+        return np.roll(field, shifts, [lead + dim for dim in dims])
+    if isinstance(one, td.Crop):
+        for k, size in enumerate(one.size):
+            axis = field.ndim - len(one.size) + k
+            start = chance.below(field.shape[axis] - size + 1, k)
+            field = np.take(field, range(start, start + size), axis)
+        return field
+    assert isinstance(one, td.Transpose)
+    assert one.dims == "d h"
+    if field.shape[lead] != field.shape[lead + 1] or chance.uniform(0) <= chance.uniform(1):
+        return field
+    return np.swapaxes(field, lead, lead + 1)
+
+
+AUGMENT = st.sampled_from(
+    [
+        (),
+        (td.Flip("d h w"),),
+        (td.Roll("d h w"), td.Flip("w", p=1.0)),
+        (td.Transpose("d h"), td.Flip("d")),
+        (td.Crop((3, 2, 4)),),
+        (td.Roll("h"), td.Crop((4, 3, 3)), td.Roll("d w"), td.Scale(), td.Noise(0.5)),
+        (td.Transpose("d h"), td.Roll("d"), td.Shift(), td.Flip("d h")),
+    ]
+)
+
+
+def seen_shape(shape: tuple[int, ...], augment: tuple[Any, ...]) -> tuple[int, ...]:
+    for one in augment:
+        if isinstance(one, td.Crop) and shape[-3:] == VOXELS:
+            shape = (*shape[:-3], *one.size)
+    return shape
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, tuple[Path, Arrays]]:
+    """Sets in all formats, with voxel labels and with a vector."""
+    out = {}
+    for format in data_files.FORMATS:
+        for labels in (VOXELS,) if format == "nifti" else (VOXELS, (3,)):
+            if format == "tfrecord" and labels == VOXELS:
+                continue
+            data = data_files.arrays(COUNT, SHAPE, labels)
+            folder = tmp_path_factory.mktemp(format)
+            out[format, labels] = (data_files.write(folder, format, data), data)
+    return out
+
+
+@settings(
+    max_examples=45, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.data())
+def test_gathered_slabs_are_the_whole(
+    folders: dict[Any, tuple[Path, Arrays]], draw: st.DataObject
+) -> None:
+    """Any format, plan, batch and augmentation, with and without a store of any size."""
+    format, labels = draw.draw(st.sampled_from(sorted(folders)))
+    folder, data = folders[format, labels]
+    augment = draw.draw(AUGMENT)
+    batch = draw.draw(st.sampled_from([1, 3, 4, COUNT, 9]))
+    world = draw.draw(st.sampled_from([1, 2, 3, 4, 6]))
+    cuts = [
+        draw.draw(layouts((batch, *seen_shape(data[name].shape[1:], augment)), world))
+        for name in ("x", "y")
+    ]
+    store = draw.draw(st.sampled_from([None, 0, 300, 1500, 1 << 20]))
+    options = {
+        "seed": draw.draw(st.integers(0, 5)),
+        "augment": augment,
+        "store_bytes": store,
+        "prefetch": draw.draw(st.sampled_from([0, 1, 2])),
+        "transforms": {"x": torch.float32},
+    }
+    found = gathered(ranks(world, epochs, folder, format, cuts, 3, options), cuts)
+    for epoch, batches in enumerate(found):
+        assert sorted(s for samples, _ in batches for s in samples) == list(range(COUNT))
+        for samples, fields in batches:
+            for position, sample in enumerate(samples):
+                whole = [data[name][sample] for name in ("x", "y")]
+                expected = augmented(whole, augment, options["seed"], epoch, sample)
+                for field, values in zip(fields, expected):
+                    np.testing.assert_allclose(field[position], values, rtol=1e-5, atol=1e-5)
+
+
+# -- order and state -------------------------------------------------------------------------
+
+
+def numbers(count: int = COUNT) -> td.WholeSamples:
+    return td.WholeSamples([np.float32(k) for k in range(count)])
+
+
+def orders(
+    mesh: Mesh, batch: int, epochs: int, options: dict[str, Any]
+) -> list[list[tuple[int, ...]]]:
+    cut = Layout.of((batch,), "n", f"n{mesh.size}", ranks=mesh.size)
+    loader = td.loader(numbers(23), cut, mesh=mesh, **options)
+    return [[batch.samples for batch in loader] for _ in range(epochs)]
+
+
+def test_order_depends_on_seed_and_epoch_alone() -> None:
+    first = orders(Mesh.alone(), 4, 3, {"seed": 1})
+    assert ranks(4, orders, 4, 3, {"seed": 1, "prefetch": 0, "store_bytes": 50}) == [first] * 4
+    assert len(first[0]) == 6
+    assert [len(samples) for samples in first[0]] == [4] * 5 + [3]
+    assert sorted(sum(first[0], ())) == list(range(23))
+    assert first[0] != first[1] != first[2]
+    assert orders(Mesh.alone(), 4, 1, {"seed": 2})[0] != first[0]
+    plain = orders(Mesh.alone(), 4, 2, {"shuffle": False, "drop_last": True})
+    assert plain == [[tuple(range(k, k + 4)) for k in range(0, 20, 4)]] * 2
+
+
+def partly(
+    mesh: Mesh, state: dict[str, Any] | None, take: int | None, options: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the numbers in some batches (to the end of the epoch after next), and the state."""
+    cut = Layout.of((4,), "n", f"n{mesh.size}", ranks=mesh.size)
+    loader = td.loader(numbers(), cut, mesh=mesh, seed=3, **options)
+    if state is not None:
+        loader.load_state_dict(state)
+    found: list[Any] = []
+    while loader.epoch < 3:
+        for batch in loader:
+            found.append((batch.samples, batch[0].tolist()))
+            if take is not None and len(found) == take:
+                return found, loader.state_dict()
+    return found, loader.state_dict()
+
+
+@pytest.mark.parametrize("store", [None, 1000, 12])
+@pytest.mark.parametrize("take", [1, 2, 3, 5])
+def test_resume_on_another_number_of_ranks(take: int, store: int | None) -> None:
+    options = {"store_bytes": store}
+    whole, _ = partly(Mesh.alone(), None, None, {})
+    assert len(whole) == 6
+    before = ranks(4, partly, None, take, options)
+    state = before[0][1]
+    assert all(found[1] == state for found in before)
+    after = ranks(3, partly, state, None, options)
+    for results, expected in ((before, whole[:take]), (after, whole[take:])):
+        for number, (samples, values) in enumerate(expected):
+            assert all(found[0][number][0] == samples for found in results)
+            assert [v for found in results for v in found[0][number][1]] == values
+        assert all(len(found[0]) == len(expected) for found in results)
+
+
+def test_state_of_another_set_is_refused() -> None:
+    loader = td.loader(numbers(), Layout((4,)))
+    state = loader.state_dict()
+    with pytest.raises(DataError, match="the state has seed 1, the loader 0"):
+        loader.load_state_dict({**state, "seed": 1})
+    with pytest.raises(DataError, match="not the state of a loader"):
+        loader.load_state_dict({"epoch": 1})
+
+
+def test_an_epoch_left_early_starts_again() -> None:
+    for found in ranks(2, leave_and_start_again):
+        assert found == [True, True]
+
+
+def leave_and_start_again(mesh: Mesh) -> list[bool]:
+    cut = Layout.of((2,), "n", f"n{mesh.size}", ranks=mesh.size)
+    loader = td.loader(numbers(), cut, mesh=mesh, store_bytes=100)
+    whole = [batch.samples for batch in loader]
+    loader.set_epoch(0)
+    same = []
+    for take in (1, 3):
+        for number, _ in enumerate(loader):
+            if number == take:
+                break
+        assert loader.state_dict()["batches"] == take + 1
+        same.append([batch.samples for batch in loader] == whole)
+        loader.set_epoch(0)
+    loader.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("data")]
+    return same
+
+
+def leave_alone(mesh: Mesh) -> str:
+    cut = Layout.of((2,), "n", f"n{mesh.size}", ranks=mesh.size)
+    loader = td.loader(numbers(), cut, mesh=mesh, prefetch=1)
+    taken = 0
+    try:
+        for _ in loader:
+            taken += 1
+            if mesh.rank == 0 and taken == 2:
+                break
+    except CommError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_leaves_alone_is_named() -> None:
+    first, second = ranks(2, leave_alone)
+    assert first == ""
+    assert "epoch 0, batch" in second
+    assert "1 of 2 ranks left the epoch" in second
+
+
+def other_epoch(mesh: Mesh) -> None:
+    loader = td.loader(numbers(), Layout.replicated((2,), ranks=mesh.size), mesh=mesh)
+    loader.set_epoch(mesh.rank)
+    iter(loader)
+
+
+def test_ranks_in_different_epochs_are_told() -> None:
+    with pytest.raises(RanksError, match=r"MismatchError: data: ranks disagree.*epoch"):
+        ranks(2, other_epoch)
+
+
+# -- halos, transforms, other kinds of data ---------------------------------------------------
+
+
+def halos(mesh: Mesh, store: int | None, folder: str) -> list[Any]:
+    """Read a halo of one row and of two wrapped columns."""
+    layout = Layout.of((4, *SHAPE), "ncdhw", "n2 d2", ranks=mesh.size)
+    cover = Cover.on(
+        layout,
+        {
+            2: lambda start, stop: Block.clipped(start - 1, stop + 1, SHAPE[1]),
+            4: lambda start, stop: Block.circular(start - 2, stop + 2, SHAPE[3]),
+        },
+    )
+    source = data_files.opened(Path(folder), "npy", SHAPE)
+    loader = td.loader(
+        source, cover, fields=["x"], mesh=mesh, store_bytes=store, shuffle=False,
+        transforms={"x": [td.Normalize(3.0, 2.0)]},
+    )  # fmt: skip
+    out = [[(batch.samples, batch[0].numpy()) for batch in loader] for _ in range(2)]
+    loader.close()
+    return out
+
+
+@pytest.mark.parametrize("store", [None, 1 << 20])
+def test_slabs_with_their_halo(store: int | None, tmp_path: Path) -> None:
+    data = data_files.arrays(COUNT, SHAPE, (3,))
+    data_files.write(tmp_path, "npy", data)
+    x = (data["x"].astype("float32") - 3) / 2
+    padded = np.pad(x, ((0, 0), (0, 0), (1, 1), (0, 0), (0, 0)))
+    padded = np.pad(padded, ((0, 0),) * 4 + ((2, 2),), mode="wrap")
+    for rank, epochs in enumerate(ranks(4, halos, store, str(tmp_path))):
+        for batches in epochs:
+            for samples, slab in batches:
+                part = slice(len(samples) // 2) if rank < 2 else slice(len(samples) // 2, None)
+                rows = slice(0, 4) if rank % 2 == 0 else slice(2, 6)
+                np.testing.assert_allclose(slab, padded[list(samples)][part][:, :, rows], rtol=1e-6)
+
+
+def channels(mesh: Mesh) -> list[Any]:
+    samples = [{"x": np.full((5, 2), k, "int16"), "y": np.int64(k)} for k in range(4)]
+    cuts = [
+        Layout.of((4, 5, 2), "ncw", "c3", ranks=mesh.size),
+        Layout.replicated((4,), ranks=mesh.size),
+    ]
+    steps = {
+        "x": [td.Normalize([0, 1, 2, 3, 4], [1, 1, 1, 2, 2]), torch.float16],
+        "y": lambda t: -t,
+    }
+    loader = td.loader(td.WholeSamples(samples), cuts, mesh=mesh, transforms=steps, shuffle=False)
+    batch = next(iter(loader))
+    assert batch[0].dtype == torch.float16
+    assert batch[1].dtype == torch.int64
+    return [batch[0].double().numpy(), batch[1].tolist()]
+
+
+def test_transforms_know_their_channels() -> None:
+    found = ranks(3, channels)
+    whole = np.concatenate([part[0] for part in found], axis=1)
+    k = np.arange(4.0)[:, None, None]
+    expected = (k - np.arange(5.0)[:, None]) / np.array([1, 1, 1, 2, 2])[:, None]
+    np.testing.assert_allclose(whole, np.broadcast_to(expected, (4, 5, 2)))
+    assert all(part[1] == [0, -1, -2, -3] for part in found)
+
+
+def test_log1p_and_cast() -> None:
+    values = np.arange(12, dtype="uint8").reshape(2, 6)
+    source = td.WholeSamples(list(values))
+    steps = {"0": [td.Log1p(), td.Cast(torch.bfloat16)]}
+    batch = next(iter(td.loader(source, Layout((2, 6)), transforms=steps, shuffle=False)))
+    assert torch.equal(batch[0], torch.from_numpy(values).float().log1p().bfloat16())
+    plain = next(iter(td.loader(source, Layout((2, 6)), shuffle=False)))
+    assert torch.equal(plain[0], torch.from_numpy(values))
+
+
+class Whole(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((2, 8), index), index
+
+
+def torch_dataset(mesh: Mesh) -> list[Any]:
+    cuts = [
+        Layout.of((3, 2, 8), "ncw", "w4", ranks=mesh.size),
+        Layout.replicated((3,), ranks=mesh.size),
+    ]
+    with pytest.warns(UserWarning, match=r"Whole hands over whole samples.*3\.\d times as much"):
+        loader = td.loader(Whole(), cuts, mesh=mesh, shuffle=False, store_bytes=1000)
+    out = [[tensor.tolist() for tensor in batch] for batch in loader]
+    out += [[tensor.tolist() for tensor in batch] for batch in loader]
+    return out
+
+
+def test_plain_torch_datasets_work_with_a_note() -> None:
+    for found in ranks(4, torch_dataset):
+        expected = [[[[k] * 2] * 2 for k in some] for some in ([0, 1, 2], [3, 4])]
+        assert [x for x, _ in found] == expected * 2
+        assert [y for _, y in found] == [[0, 1, 2], [3, 4]] * 2
+
+
+def test_amplification_is_warned_of(tmp_path: Path) -> None:
+    import h5py
+
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", data=np.zeros((4, 8, 8)), chunks=(4, 8, 8))
+    with pytest.warns(UserWarning, match=r"4\.0 times their bytes"):
+        td.loader(tmp_path / "a.h5", Layout((2, 8, 8)))
+
+
+def two_at_once(mesh: Mesh) -> bool:
+    """Run two loaders of different plans side by side."""
+    one = Layout.of((2, 6), "nw", "n2 w2", ranks=mesh.size)
+    other = Layout.of((3, 6), "nw", "w4", ranks=mesh.size)
+    samples = [np.arange(6.0) + 10 * k for k in range(9)]
+    first = td.loader(td.WholeSamples(samples), one, mesh=mesh, store_bytes=100, name="train")
+    second = td.loader(td.WholeSamples(samples), other, mesh=mesh, store_bytes=400, name="test")
+    for _ in range(2):
+        for a, b in zip(first, second, strict=False):
+            for loader, batch, cut in ((first, a, one), (second, b, other)):
+                whole = torch.tensor(np.stack([samples[k] for k in batch.samples]))
+                slab = cut.with_shape(whole.shape).slab(mesh.rank)
+                assert torch.equal(batch[0], whole[slab]), loader.name
+    return True
+
+
+def test_two_loaders_with_different_plans() -> None:
+    assert all(ranks(4, two_at_once))
+
+
+# -- what cannot work --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cuts", "options", "text"),
+    [
+        ([Layout((4, 3))], {}, r"1 layouts for the fields \['x', 'y'\]"),
+        ([Layout((4, 3)), Layout((4,))], {}, r"'x' has samples of shape \(2,\)"),
+        ([Layout((4, 2)), Layout((4,))], {"fields": ["x", "z"]}, "no field 'z'"),
+        ([Layout((4, 2)), Layout((4,))], {"batch": 0}, r"batch \(=0\)"),
+        ([Layout((4, 2)), Layout((4,))], {"prefetch": -1}, "prefetch"),
+        ([Layout((4, 2)), Layout((4,))], {"transforms": {"z": []}}, "transforms for 'z'"),
+        ([Layout((4, 2)), Layout((4,))], {"augment": ["flip"]}, "'flip' is not an augmentation"),
+        ([Layout((4, 2)), Layout((4,))], {"augment": [td.Flip("h")]}, "dim 'h'|last extents"),
+        ([Layout((4, 2)), Layout((4,))], {"augment": [td.Crop((3,))]}, "does not fit"),
+        ([Layout((4, 2)), Layout((4,))], {"augment": [td.Transpose("h w")]}, "dim 'h'"),
+        ([Layout((4, 2)), Layout((4,))], {"batch": 9, "drop_last": True}, "make no batch"),
+        ([Layout.replicated((4, 2), ranks=2), Layout((4,))], {}, "for 2 ranks, the mesh has 1"),
+        ([Layout(()), Layout((4,))], {}, "without a batch"),
+    ],
+)
+def test_arguments_that_cannot_work(cuts: Any, options: dict[str, Any], text: str) -> None:
+    samples = [{"x": np.zeros(2), "y": np.float32(k)} for k in range(4)]
+    with pytest.raises(DataError, match=text):
+        td.loader(td.WholeSamples(samples), cuts, **options)
+
+
+def other_options(mesh: Mesh) -> None:
+    td.loader(numbers(), Layout.replicated((2,), ranks=mesh.size), mesh=mesh, seed=mesh.rank)
+
+
+def test_ranks_with_different_options_are_told() -> None:
+    with pytest.raises(RanksError, match="MismatchError: data: ranks disagree"):
+        ranks(2, other_options)
+
+
+# -- memory ------------------------------------------------------------------------------------
+
+
+M_MMAP_THRESHOLD = -3
+BASE = 12 << 20
+
+
+def peak(mesh: Mesh, file: str, prefetch: int, store: int | None, augment: Any) -> dict[str, int]:
+    """Return the peak of this process' resident memory above its start, in bytes."""
+    # Large blocks leave the process when they are freed, so that what is resident is in use.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 18)
+    shape = (4, 64, 64, 64)
+    cut = Layout.of((4, *shape), "ncdhw", "d2", ranks=mesh.size)
+    for batch in td.loader(numbers(), Layout.replicated((2,), ranks=mesh.size), mesh=mesh):
+        del batch
+    loader = td.loader(
+        file,
+        cut,
+        mesh=mesh,
+        prefetch=prefetch,
+        store_bytes=store,
+        transforms={"x": [td.Log1p(), td.Normalize(1.0, 2.0)]},
+        augment=augment,
+    )
+    Path("/proc/self/clear_refs").write_text("5")
+    start = _status("VmRSS")
+    for _ in range(2):
+        for number, batch in enumerate(loader):
+            assert batch[0].dtype == torch.float32
+            while loader._stream._ready.qsize() < min(prefetch, len(loader) - number - 1):
+                time.sleep(0.001)
+    slab = loader.feeds[0].batch_bytes(4, mesh.rank)
+    kept = 0 if loader.store is None else loader.store.bytes
+    found = {"peak": _status("VmHWM") - start, "slab": slab, "kept": kept}
+    loader.close()
+    return found
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux")
+@pytest.mark.parametrize(
+    ("prefetch", "store", "augment"),
+    [
+        (0, None, ()),
+        (3, None, (td.Flip("d h w"),)),
+        (2, 12 << 20, ()),
+        (1, 12 << 20, (td.Flip("d"),)),
+    ],
+)
+def test_peak_memory(prefetch: int, store: int | None, augment: Any, tmp_path: Path) -> None:
+    """Ten batches, slabs of 8 MiB, stored as int16 (20 MiB on a rank) and used as float32."""
+    import h5py
+
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file.create_dataset("x", (40, 4, 64, 64, 64), "int16", fillvalue=3)
+    for found in ranks(2, peak, str(tmp_path / "data.h5"), prefetch, store, augment):
+        assert found["slab"] == 8 << 20
+        assert found["kept"] == (store or 0)
+        least = found["slab"] * (prefetch + 1) + (store or 0)
+        assert least < found["peak"] < least + found["slab"] + BASE

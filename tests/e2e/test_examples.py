@@ -1,0 +1,78 @@
+"""The examples and the README's code run as written."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilewise.models import unet3d
+
+ROOT = Path(__file__).parents[2]
+
+
+def torchrun(script: Path, count: int, folder: Path) -> str:
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    ran = subprocess.run(
+        [sys.executable, *command, str(script)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def losses(output: str) -> list[float]:
+    return [float(number) for number in re.findall(r"loss ([0-9.]+)", output)]
+
+
+def test_training_a_model_of_ones_own_gives_the_same_losses_split(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "train_own_model.py"
+    split = losses(torchrun(script, 4, tmp_path))
+    alone = losses(torchrun(script, 1, tmp_path))
+    assert len(split) == 5
+    assert split == pytest.approx(alone, rel=1e-4)
+    assert split[-1] < split[0]
+
+
+def test_plan_by_hand_prints_the_plan_and_equals_one_device(tmp_path: Path) -> None:
+    output = torchrun(ROOT / "examples" / "plan_by_hand.py", 2, tmp_path)
+    assert "features.8: n2" in output
+    assert "classifier.1: f2" in output
+    difference = float(re.findall(r"from one device ([0-9.e+-]+)", output)[0])
+    assert difference < 1e-5
+
+
+def test_an_added_operator_equals_one_device(tmp_path: Path) -> None:
+    output = torchrun(ROOT / "examples" / "add_operator.py", 3, tmp_path)
+    errors = [float(number) for number in re.findall(r"error ([0-9.e+-]+)", output)]
+    assert len(errors) == 6
+    assert max(errors) < 1e-12
+
+
+def test_the_demo_finds_all_splits_equal(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "conv_splits.py")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "14 of 14 splits equal one device" in ran.stdout
+
+
+def test_the_readme_trains_and_saves_an_ordinary_state_dict(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    script = tmp_path / "train.py"
+    script.write_text(code)
+    output = torchrun(script, 4, tmp_path)
+    assert output.count("(1, 1, 16, 32, 32)") == 12
+    model = unet3d(width=0.25)
+    model.load_state_dict(torch.load(tmp_path / "unet.pt", weights_only=True))
