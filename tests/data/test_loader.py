@@ -397,6 +397,35 @@ def test_log1p_and_cast() -> None:
     assert torch.equal(plain[0], torch.from_numpy(values))
 
 
+def large(mesh: Mesh, degrees: str) -> Any:
+    samples = [np.random.default_rng(0).random((3, 40, 50, 20))]
+    cut = Layout.of((1, 3, 40, 50, 20), "ncdhw", degrees, ranks=mesh.size)
+    loader = td.loader(
+        td.SubVolumes(td.WholeSamples(samples), {"0": (40, 50, 20)}),
+        cut,
+        mesh=mesh,
+        transforms={"0": td.Normalize([1, 2, 3], [1, 2, 4])},
+        augment=(td.Roll("h"), td.Noise(1.0)),
+        store_bytes=1 << 24,
+    )
+    return [next(iter(loader))[0].numpy() for _ in range(2)]
+
+
+def test_slabs_of_many_stretches() -> None:
+    """Large slabs are worked on by stretches, each of which knows its place."""
+    sample = np.random.default_rng(0).random((1, 3, 40, 50, 20))
+    by = Chance(0, 0, 0, 0).below(50)
+    noise = Chance(0, 0, 0, 1).normal((3, 40, 50, 20), tuple((0, k) for k in sample.shape[1:]),
+                                      torch.float64).numpy()  # fmt: skip
+    mean, std = (np.array(some)[:, None, None, None] for some in ([1, 2, 3], [1, 2, 4]))
+    expected = (np.roll(sample, by, 3) - mean) / std + noise
+    for world, degrees, dim in ((1, "1", 1), (2, "h2", 3)):
+        parts = ranks(world, large, degrees)
+        for number in range(2):
+            whole = np.concatenate([part[number] for part in parts], dim)
+            np.testing.assert_allclose(whole, expected, rtol=1e-12)
+
+
 class Whole(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return 5

@@ -1,32 +1,25 @@
-"""The sets to train on: what they hold, what a trivial predictor scores, and that one can learn."""
+"""The sets to train on: what they hold, and what a trivial predictor scores."""
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 from tilewise.data.synthetic import KINDS, brain, cosmology, gaussian, images, mesh, organs
 from tilewise.data.synthetic.kind import constant_class
+from tilewise.data.write import Array
+from tilewise.errors import DataError
 
-Array = NDArray[Any]
+needs_nilearn = pytest.mark.skipif(find_spec("nilearn") is None, reason="needs the extra brain")
+EVERY = [pytest.param(k, marks=needs_nilearn) if k == "brain" else k for k in KINDS]
 SIZES = {"cosmology": 16, "organs": 24, "mesh": 20, "images": 16, "brain": 16}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """Small arithmetic on busy cores is fastest on one thread."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_samples_have_the_shape_and_dtype_that_the_fields_say(kind: str) -> None:
     for size in (KINDS[kind].SMALLEST, SIZES[kind] + 1):
         sample = KINDS[kind].sample(size, 3, 5)
@@ -36,7 +29,7 @@ def test_samples_have_the_shape_and_dtype_that_the_fields_say(kind: str) -> None
             assert np.isfinite(sample[name]).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_a_sample_is_a_function_of_seed_and_index(kind: str) -> None:
     size = SIZES[kind]
 
@@ -88,11 +81,11 @@ def test_only_the_modes_longer_than_half_the_edge_know_the_large_scale_target() 
 
 
 def test_targets_are_normalised_and_the_mean_predictor_scores_a_third() -> None:
-    y = np.stack([cosmology.sample(16, 0, index)["y"] for index in range(200)])
-    assert -1 <= y.min() < -0.95
-    assert 0.95 < y.max() <= 1
+    y = np.stack([cosmology.sample(16, 0, index)["y"] for index in range(100)])
+    assert -1 <= y.min() < -0.9
+    assert 0.9 < y.max() <= 1
     scores = cosmology.baseline(y)
-    assert scores["mse"] == pytest.approx(1 / 3, abs=0.04)
+    assert scores["mse"] == pytest.approx(1 / 3, abs=0.06)
     assert scores["mse"] == pytest.approx(float(((y - y.mean(0)) ** 2).mean()), rel=1e-5)
     assert cosmology.parameters(np.array([-1, 0, 1, 1]))["ns"] == pytest.approx(0.6)
 
@@ -105,55 +98,7 @@ def test_counts_are_poisson_about_a_density_of_mean_one() -> None:
     assert float(x.mean()) == pytest.approx(expected, rel=0.15)
 
 
-def band_powers(x: Array) -> Array:
-    """Return the logarithms of the power of log-counts in bands of wave number, by channel."""
-    size = x.shape[-1]
-    waves = gaussian.wave_numbers((size,) * 3)
-    edges = [0.5, 2.0, 3.0, 4.5, 6.5, 9.0, 12.0, 16.0]
-    bands = np.digitize(waves, [edge for edge in edges if edge < size / 2]).ravel()
-    modes = np.fft.rfftn(np.log1p(x.astype(np.float32)), axes=(1, 2, 3))
-    features = [np.bincount(bands, np.square(np.abs(part)).ravel())[1:] for part in modes]
-    return np.log(np.stack(features) / np.bincount(bands)[1:]).ravel()
-
-
-def explained(features: Array, y: Array, *, folds: int = 4) -> Array:
-    """Return the share of each target's variance that ridge regression predicts out of sample."""
-    predicted = np.empty_like(y)
-    for fold in range(folds):
-        test = np.arange(len(y)) % folds == fold
-        mean, spread = features[~test].mean(0), features[~test].std(0)
-        inputs = np.c_[(features - mean) / spread, np.ones(len(y))]
-        known = inputs[~test]
-        gram = known.T @ known + 5.0 * np.eye(inputs.shape[1])
-        predicted[test] = inputs[test] @ np.linalg.solve(gram, known.T @ y[~test])
-    shares: Array = 1 - np.square(predicted - y).mean(0) / y.var(0)
-    return shares
-
-
-def test_larger_cubes_carry_more_information() -> None:
-    samples = [cosmology.sample(32, 0, index) for index in range(360)]
-    y = np.stack([sample["y"] for sample in samples]).astype(np.float64)
-    whole, eighth, sixty_fourth = (
-        explained(np.stack([band_powers(s["x"][:, :edge, :edge, :edge]) for s in samples]), y)
-        for edge in (32, 16, 8)
-    )
-    large = list(cosmology.RANGES).index("large")
-    assert whole[large] > 0.65
-    assert eighth[large] < 0.3
-    assert sixty_fourth[large] < 0.1
-    others = [at for at in range(4) if at != large]
-    assert (whole[others] > 0.35).all()
-    assert (eighth[others] > 0.25).all()
-    assert whole.mean() > eighth.mean() + 0.1
-    assert eighth.mean() > sixty_fourth.mean() + 0.05
-
-
-# Volumes of voxels
-
-
-def dice(predicted: Array, y: Array, label: int) -> float:
-    hit = float(((predicted == label) & (y == label)).sum())
-    return 2 * hit / float((predicted == label).sum() + (y == label).sum())
+# Organs
 
 
 def test_organs_hold_lesions_that_brightness_alone_does_not_tell() -> None:
@@ -163,52 +108,10 @@ def test_organs_hold_lesions_that_brightness_alone_does_not_tell() -> None:
     scores = organs.baseline(tallies)
     assert 0.85 < scores["accuracy"] < 0.98
     assert (tallies > 0).all()
-    best = max(dice(x[:, 0] > edge, y == 2, True) for edge in np.linspace(0.5, 1.2, 15))
-    assert best < 0.5
-
-
-def around(x: Tensor) -> Tensor:
-    """Return for each voxel the mean brightness near it, over windows of several widths."""
-    means = [
-        F.avg_pool3d(x, width, 1, width // 2, count_include_pad=False) for width in (1, 3, 5, 9, 15)
-    ]
-    return torch.cat(means, 1)
-
-
-def fitted(inputs: Tensor, labels: Tensor, *, hidden: int = 48, steps: int = 250) -> nn.Module:
-    """Return a small perceptron trained on rows of inputs, the classes drawn equally often."""
-    net = nn.Sequential(
-        nn.BatchNorm1d(inputs.shape[1], affine=False),
-        nn.Linear(inputs.shape[1], hidden),
-        nn.ReLU(),
-        nn.Linear(hidden, hidden),
-        nn.ReLU(),
-        nn.Linear(hidden, int(labels.max()) + 1),
-    )
-    shares = torch.bincount(labels).double().sqrt()
-    weights = 1 / shares[labels]
-    optimizer = torch.optim.Adam(net.parameters(), 5e-3)
-    drawn = torch.multinomial(weights, 512 * steps, replacement=True)
-    for rows in drawn.view(steps, 512):
-        loss = F.cross_entropy(net(inputs[rows]), labels[rows])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return net.eval()
-
-
-def test_organs_can_be_learned() -> None:
-    samples = [organs.sample(32, 0, index) for index in range(20)]
-    x, y = (torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in "xy")
-    inputs = around(x).movedim(1, -1)
-    train, test = slice(0, 14), slice(14, 20)
-    some = torch.randperm(inputs[train].numel() // inputs.shape[-1])[:150_000]
-    net = fitted(inputs[train].flatten(0, -2)[some], y[train].flatten().long()[some])
-    with torch.no_grad():
-        predicted = net(inputs[test].flatten(0, -2)).argmax(1).numpy()
-    truth = y[test].flatten().numpy()
-    assert dice(predicted, truth, 1) > 0.5
-    assert dice(predicted, truth, 2) > 0.3
+    for edge in np.linspace(0.5, 1.2, 15):
+        bright = x[:, 0] > edge
+        hit = float((bright & (y == 2)).sum())
+        assert 2 * hit / float(bright.sum() + (y == 2).sum()) < 0.5
 
 
 # Mesh
@@ -264,10 +167,21 @@ def test_channels_of_a_sheared_mesh_are_what_geometry_says() -> None:
     movement = np.stack([0.5 * first, np.zeros_like(first)])
     x = dict(zip(mesh.CHANNELS, mesh.channels(nodes, movement)))
     expected = {
-        **{"next_0_0": 2, "next_0_1": 0, "next_1_0": 1, "next_1_1": 3},
-        **{"last_0_0": -2, "last_0_1": 0, "last_1_0": -1, "last_1_1": -3},
-        **{"area": 6, "corner_area": 6, "aspect": np.log(2 / np.sqrt(10)), "movement_1": 0},
-        **{"cosine": 1 / np.sqrt(10), "growth": 1.5, "circulation": 0.5},
+        "movement_1": 0,
+        "next_0_0": 2,
+        "next_0_1": 0,
+        "next_1_0": 1,
+        "next_1_1": 3,
+        "last_0_0": -2,
+        "last_0_1": 0,
+        "last_1_0": -1,
+        "last_1_1": -3,
+        "area": 6,
+        "corner_area": 6,
+        "aspect": np.log(2 / np.sqrt(10)),
+        "cosine": 1 / np.sqrt(10),
+        "growth": 1.5,
+        "circulation": 0.5,
     }
     for name, value in expected.items():
         assert x[name] == pytest.approx(np.full((size, size), value), abs=1e-5), name
@@ -290,18 +204,6 @@ def test_the_mesh_is_shown_before_it_tangles() -> None:
     after = (position + 1) * 47 / 2 + sample["x"][2:4]
     assert shown.mean() < 0.6 * sample["y"].mean()
     assert (mesh.to_nodes(mesh.tangled(after)) == sample["y"][0]).mean() > 0.999
-
-
-def test_mesh_can_be_learned() -> None:
-    samples = [mesh.sample(48, 0, index) for index in range(30)]
-    x, y = (torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in "xy")
-    inputs = x.movedim(1, -1)
-    train, test = slice(0, 22), slice(22, 30)
-    net = fitted(inputs[train].flatten(0, -2), y[train].flatten().long())
-    with torch.no_grad():
-        predicted = net(inputs[test].flatten(0, -2)).argmax(1).numpy()
-    truth = y[test].flatten().numpy()
-    assert dice(predicted, truth, 1) > 0.6
 
 
 # Images
@@ -327,6 +229,7 @@ def test_the_mean_colour_does_not_tell_the_class() -> None:
 # Brain
 
 
+@needs_nilearn
 def test_brain_keeps_the_front_for_testing() -> None:
     facts = brain.facts(64, 24, 0)
     assert facts["held_out"] == [3, 7, 11, 15, 19, 23]
@@ -341,6 +244,7 @@ def test_brain_keeps_the_front_for_testing() -> None:
             assert front.stop <= brain.BORDER
 
 
+@needs_nilearn
 def test_brain_samples_are_the_real_template() -> None:
     image, labels = brain.template()
     assert image.shape == (197, 233, 189)
@@ -352,14 +256,14 @@ def test_brain_samples_are_the_real_template() -> None:
     assert image[labels == 2].mean() > image[labels == 1].mean() + 0.1
 
 
-def test_brain_can_be_learned() -> None:
-    samples = [brain.sample(48, 0, index) for index in range(16)]
-    x, y = (np.stack([sample[name] for sample in samples]) for name in "xy")
-    held_out = np.array([brain.is_held_out(index) for index in range(16)])
-    means = [x[:, 0][~held_out][y[~held_out] == label].mean() for label in range(3)]
-    edges = [(means[0] + means[1]) / 2, (means[1] + means[2]) / 2]
-    predicted = np.digitize(x[:, 0][held_out], edges)
-    scores = brain.baseline(np.stack([brain.tally(part) for part in y[held_out]]))
-    assert 0.3 < scores["accuracy"] < 0.8
-    assert dice(predicted, y[held_out], 1) > 0.85
-    assert dice(predicted, y[held_out], 2) > 0.85
+def test_brain_without_nilearn_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nilearn", None)
+    with pytest.raises(DataError, match=r"pip install 'tilewise\[brain\]'"):
+        brain.template.__wrapped__()
+
+
+@needs_nilearn
+def test_a_template_of_other_extents_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(brain, "EXTENTS", (91, 109, 91))
+    with pytest.raises(DataError, match=r"\(197, 233, 189\), not \(91, 109, 91\)"):
+        brain.template.__wrapped__()

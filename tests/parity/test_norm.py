@@ -181,9 +181,12 @@ def test_one_value_is_refused(statistics: str) -> None:
 
 
 def run_counted(mesh: Mesh, dims: list[tuple[int, int]], statistics: str) -> tuple[int, int]:
-    """Return the numbers of messages that one batch norm sends forward and backward."""
+    """Return the numbers of messages that one norm sends forward and backward."""
     x = Layout((4, 6, 8, 8), [Axis(size, dim) for size, dim in dims])
-    operation = batch_norm(x, affine=False, statistics=statistics, rank=mesh.rank)
+    if statistics == "instance":
+        operation = instance_norm(x, track=True, rank=mesh.rank)
+    else:
+        operation = batch_norm(x, affine=False, statistics=statistics, rank=mesh.rank)
     buffer = Layout((6,), operation.needs[1].cover.axes)
     bound = operation.bind(mesh, [x, buffer, buffer], layer="test")
     slab = values(x.shape, 0, torch.float32)[x.slab(mesh.rank)].clone().requires_grad_()
@@ -206,9 +209,12 @@ def run_counted(mesh: Mesh, dims: list[tuple[int, int]], statistics: str) -> tup
         ([(2, 2)], "local", (1, 0)),
         ([(2, 0), (2, 2)], "global", (3, 3)),
         ([(2, 0), (2, 2)], "spatial", (3, 1)),
+        ([(2, 0)], "instance", (1, 0)),
+        ([(2, 2)], "instance", (1, 1)),
+        ([(2, 0), (2, 2)], "instance", (3, 1)),
     ],
 )
-def test_messages_of_batch_norm(dims: Any, statistics: str, expected: tuple[int, int]) -> None:
+def test_messages(dims: Any, statistics: str, expected: tuple[int, int]) -> None:
     world = 2 ** len(dims)
     assert ranks(world, run_counted, dims, statistics) == [expected] * world
 

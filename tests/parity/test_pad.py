@@ -149,6 +149,8 @@ CASES = [
     ("pad", ((1, 2, 3, 1), "reflect")),
     ("pad", ((1, 2, 3, 1), "replicate")),
     ("pad", ((1, 2, 3, 1), "circular")),
+    ("pad", ((0, 0, 2, -1), "circular")),
+    ("pad", ((1, -1, -2, 2), "circular")),
     ("pad", ((1, 2, 3, 1), "constant", -1.0)),
     ("pad", ((0, 0, -3, -2), "constant")),
     ("pad", ((0, 0, 0, 0, 1, 2, 2, 1), "constant")),

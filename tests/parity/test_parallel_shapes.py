@@ -9,15 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tilewise import Mesh
+from tilewise import Mesh, Plan
 from tilewise.errors import PlanError
 from tilewise.graph import Graph
 from tilewise.testing import ranks
-from tilewise.testing.compare import assert_close
+from tilewise.testing.compare import assert_close, error
 from twins import (
     Small,
     assert_grads,
-    assert_same,
     assert_state,
     build,
     captured,
@@ -188,12 +187,7 @@ class Shared(nn.Module):
         return out
 
 
-SPLITS = {"first": "n4 c2", "#relu": "n4 c2", "second": "h2 c2", "#relu.1": "h2 c2"}
-
-
 def share_a_norm(mesh: Mesh, graph: Graph, recompute: tuple[str, ...]) -> None:
-    from tilewise import Plan
-
     names = {layer.name: layer for layer in graph.layers if layer.extents}
     wanted = {name: "n4 c2" if name in ("first", "#relu", "norm") else "h2 c2" for name in names}
     plan = Plan.of(graph, wanted, recompute=recompute)
@@ -219,6 +213,9 @@ def test_a_norm_shared_by_layers_of_different_splits_keeps_its_statistics(
 
 
 # -- autocast -------------------------------------------------------------------------------------
+
+
+VOLUME = (2, 2, 6, 6, 8)
 
 
 class Mixed(nn.Module):
@@ -258,57 +255,46 @@ class Kinds(torch.overrides.TorchFunctionMode):
 
 
 def cast(mesh: Mesh, graph: Graph, plan: str, recompute: tuple[str, ...]) -> None:
-    from tilewise import Plan
-
-    plan = Plan.uniform(graph, plan, recompute=recompute)  # type: ignore[assignment]
-    exact = build(Mixed, torch.float32)
-    serial, model = (
+    """Autocast costs as much precision as it does on one device, and no more."""
+    exact, serial = build(Mixed, torch.float32), build(Mixed, torch.float32)
+    model = split(
+        mesh,
         build(Mixed, torch.float32),
-        split(mesh, build(Mixed, torch.float32), graph, plan),
+        graph,
+        Plan.uniform(graph, plan, recompute=recompute),
     )
-    x = draw(2, 2, 6, 6, 8, dtype=torch.float32)
+    x = draw(*VOLUME, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = serial(x)
+        rough = serial(x)
         with Kinds() as kinds:
             found = model.gather(model(model.scatter(x)))
-    if model.output_layouts[0].local_shape(mesh.rank)[0]:
-        names = {name for name, _ in kinds.seen}
-        assert {"conv3d", "conv_transpose3d", "linear"} <= names
+    assert {name for name, _ in kinds.seen} >= {"conv3d", "linear"}
     assert {dtype for _, dtype in kinds.seen} == {torch.bfloat16}
-    assert found.dtype == expected.dtype
-    assert_close(found, expected, "output", tolerance=5e-2)
-    found.float().square().sum().backward()
-    expected.float().square().sum().backward()
-    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in model.parameters())
-    assert_same(
-        whole_grads(model), {n: p.grad for n, p in serial.named_parameters()}, tolerance=1e-1
-    )
-    # the same model without autocast is exact again
+    assert found.dtype == rough.dtype
+    fine = exact(x)
+    assert_close(found, fine, "output", tolerance=2 * error(rough, fine) + 1e-2)
+    for output in (fine, rough, found):
+        output.float().square().sum().backward()
+    grads = whole_grads(model)
+    largest = max(p.grad.abs().max().item() for p in exact.parameters())  # type: ignore[union-attr]
+    for name, parameter in exact.named_parameters():
+        expected, found, rough = parameter.grad, grads[name], serial.get_parameter(name).grad
+        assert expected is not None
+        assert found is not None
+        assert rough is not None
+        assert found.dtype == torch.float32
+        limit = 1.5 * error(rough, expected, largest) + 2e-2
+        assert_close(found, expected, name, largest=largest, tolerance=limit)
+    # without autocast the same model is exact
     assert_close(model.gather(model(model.scatter(x))).detach(), exact(x), "float32")
 
 
-@pytest.mark.parametrize("plan", ["n2 d2", "d4", "c2 f2", "w2 f2"])
+@pytest.mark.parametrize("plan", ["n2 d2", "c2 f2", "w2 f2"])
+def test_autocast_to_bfloat16(plan: str) -> None:
+    ranks(4, cast, captured(Mixed, VOLUME, None, torch.float32), plan, ())
+
+
 @pytest.mark.parametrize("recompute", [(), ("*",)])
-def test_autocast_to_bfloat16(plan: str, recompute: tuple[str, ...]) -> None:
-    ranks(4, cast, captured(Mixed, (2, 2, 6, 6, 8), None, torch.float32), plan, recompute)
-
-
-def cast_empty(mesh: Mesh, graph: Graph) -> None:
+def test_autocast_with_empty_slabs(recompute: tuple[str, ...]) -> None:
     """Ranks without a slab bring the dtype that their peers bring."""
-    serial, model = (
-        build(Mixed, torch.float32),
-        split(mesh, build(Mixed, torch.float32), graph, "d8"),
-    )
-    x = draw(2, 2, 6, 6, 8, dtype=torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected, found = serial(x), model.gather(model(model.scatter(x)))
-    assert_close(found, expected, "output", tolerance=5e-2)
-    found.float().square().sum().backward()
-    expected.float().square().sum().backward()
-    assert_same(
-        whole_grads(model), {n: p.grad for n, p in serial.named_parameters()}, tolerance=1e-1
-    )
-
-
-def test_autocast_with_empty_slabs() -> None:
-    ranks(8, cast_empty, captured(Mixed, (2, 2, 6, 6, 8), None, torch.float32))
+    ranks(8, cast, captured(Mixed, VOLUME, None, torch.float32), "d8", recompute)

@@ -212,7 +212,7 @@ class Pending:
                 "while it was being sent; finish the exchange first, or start it with a copy"
             )
         self.incoming = self.outgoing = ()
-        return out
+        return out.to(self.tensor.dtype)
 
 
 # A message's tag carries the dtype: a rank that brings another one than its peer does must not
@@ -256,7 +256,10 @@ def _memory_format(tensor: Tensor) -> torch.memory_format:
 
 def _allocate(like: Tensor, way: _Way) -> Tensor:
     format = _memory_format(like)
-    out = torch.empty(way.out_shape, dtype=like.dtype, device=like.device, memory_format=format)
+    dtype = like.dtype
+    if way.adds and dtype in (torch.bfloat16, torch.float16):
+        dtype = torch.float32  # so that a sum is rounded once
+    out = torch.empty(way.out_shape, dtype=dtype, device=like.device, memory_format=format)
     if way.covered:
         return out
     out.fill_(way.fill)

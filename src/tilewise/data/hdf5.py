@@ -25,6 +25,7 @@ class Hdf5Source(Source):
         stacked: whether the datasets' first dim counts samples. By default one file is, and
             several hold a sample each. Several stacked files are all opened once for their counts.
         open_files: how many files are open at most.
+        reference: which of the files the others must be like.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Hdf5Source(Source):
         *,
         stacked: bool | None = None,
         open_files: int = 16,
+        reference: int = 0,
     ) -> None:
         one = isinstance(files, (str, Path))
         self.files = [Path(files)] if isinstance(files, (str, Path)) else [Path(f) for f in files]
@@ -41,21 +43,20 @@ class Hdf5Source(Source):
             raise DataError("data: no HDF5 files given")
         self.stacked = one if stacked is None else stacked
         self.counts = Counts()
-        self._handles: Handles[h5py.File] = Handles(
-            _open, h5py.File.close, kind="HDF5", limit=open_files
-        )
+        self._handles: Handles[_File] = Handles(_File, _File.close, kind="HDF5", limit=open_files)
         self.fields: dict[str, Field] = {}
         self._storage: dict[str, Storage] = {}
-        with self._handles.use(self.files[0]) as file:
-            for key in keys or _datasets(file):
-                self._add(file, key)
+        path = self.files[reference]
+        with self._handles.use(path) as opened:
+            for key in keys or _datasets(opened.file):
+                self._add(opened.file, path, key)
         if not self.fields:
-            raise DataError(f"data: {self.files[0]}: no datasets found, expected at least one")
+            raise DataError(f"data: {path}: no datasets found, expected at least one")
         self._ends = [len(self.files)] if not self.stacked else self._count()
 
-    def _add(self, file: h5py.File, key: str) -> None:
-        place = f"{self.files[0]}: {key!r}"
-        dataset = _dataset(file, self.files[0], key)
+    def _add(self, file: h5py.File, path: Path, key: str) -> None:
+        place = f"{path}: {key!r}"
+        dataset = _dataset(file, path, key)
         shape = tuple(map(int, dataset.shape))
         if self.stacked and not shape:
             raise DataError(f"data: {place}: a scalar found, expected a first dim that counts")
@@ -72,8 +73,8 @@ class Hdf5Source(Source):
         """Return, for each stacked file, the number of samples up to its end."""
         lengths = []
         for path in self.files:
-            with self._handles.use(path) as file:
-                found = {key: len(_dataset(file, path, key)) for key in self.fields}
+            with self._handles.use(path) as opened:
+                found = {key: len(_dataset(opened.file, path, key)) for key in self.fields}
             if len(set(found.values())) > 1:
                 raise DataError(
                     f"data: {path}: first dims {found} found, expected as many samples in each; "
@@ -98,9 +99,12 @@ class Hdf5Source(Source):
     def fill(self, index: int, field: str, box: Box, out: Array) -> None:
         number, at = self._where(index)
         path = self.files[number]
-        with self._handles.use(path) as file:
-            dataset = _dataset(file, path, field)
-            self._check(dataset, path, field, number)
+        with self._handles.use(path) as opened:
+            if field not in opened.checked:
+                dataset = _dataset(opened.file, path, field)
+                self._check(dataset, path, field, number)
+                opened.checked[field] = dataset
+            dataset = opened.checked[field]
             if not dataset.shape:
                 out[...] = dataset[()]
                 return
@@ -138,8 +142,16 @@ class Hdf5Source(Source):
         self._handles.close()
 
 
-def _open(path: Path) -> h5py.File:
-    return h5py.File(path, "r", locking="best-effort")
+class _File:
+    """An open file and those of its datasets that were found to be what they should be."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = h5py.File(path, "r", locking="best-effort")
+        self.checked: dict[str, Any] = {}
+
+    def close(self) -> None:
+        self.checked.clear()
+        self.file.close()
 
 
 def _datasets(file: h5py.File) -> list[str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilewise.comm import Chain, Exchange, Mesh
 from tilewise.errors import PlanError
-from tilewise.graph.graph import Node, Value
+from tilewise.graph.graph import Node, Value, values_in
 from tilewise.graph.held import Held, at_rest
 from tilewise.graph.lower import Planned
 from tilewise.graph.reach import Use
@@ -367,8 +367,13 @@ def _written(node: Node) -> list[Value]:
     """List the buffers that a call changes."""
     if node.kind in ("batch_norm", "instance_norm"):
         return [value for value in node.args[3:5] if value is not None] if node.args[5] else []
-    first = node.values()[:1] if node.in_place is not None else []
-    return [value for value in first if value.held]
+    found = []
+    schema = getattr(node.in_place, "_schema", None)
+    for index, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+            found += [value for value in values_in(given) if value.held]
+    return found
 
 
 def _kept(planned: Planned, plan: Plan) -> set[Value]:

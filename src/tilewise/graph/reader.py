@@ -216,6 +216,8 @@ class Reader:
         elif kind in VIEWS and in_values:
             for out in outs:
                 self.view_of[out] = made
+        if mutated and mutated[0].held and not several:
+            return mutated[0]  # whoever reads the result reads what the model holds
         return list(outs) if several else outs[0]
 
     def _counter(self, running_mean: Value) -> Value:

@@ -27,24 +27,46 @@ if TYPE_CHECKING:
     from tilewise.graph.parallel import ParallelModel
 
 
-class Block:
-    """This rank's part of a cut tensor, and where it lies in the whole."""
+aten = torch.ops.aten
+_CARRIED = (aten.detach, aten.clone, aten._to_copy, aten.copy_)
 
-    def __init__(self, local: Tensor, cover: Cover, rank: int) -> None:
-        self.local, self.cover, self.rank = local, cover, rank
 
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of the whole tensor."""
-        return torch.Size(self.cover.shape)
+class Block(Tensor):
+    """This rank's part of a cut tensor; to the outside it has the shape of the whole.
 
-    def size(self) -> torch.Size:
-        """Return the shape of the whole tensor; torch.distributed.checkpoint compares it."""
-        return self.shape
+    It is there to be saved and loaded. What a state dict's tensors are otherwise asked for (detach,
+    clone, move, copy) works on the part; all else is an error.
+    """
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.local.dtype
+    local: Tensor
+    cover: Cover
+    rank: int
+
+    @staticmethod
+    def __new__(cls, local: Tensor, cover: Cover, rank: int) -> Block:
+        made: Block = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, cover.shape, dtype=local.dtype, device=local.device
+        )
+        made.local, made.cover, made.rank = local.detach(), cover, rank
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        first = args[0]
+        if func.overloadpacket not in _CARRIED or not isinstance(first, Block):
+            raise PlanError(
+                f"{func}: a block of a cut tensor is only for saving and loading; use "
+                "full_state_dict() for the whole"
+            )
+        local = func(*(a.local if isinstance(a, Block) else a for a in args), **(kwargs or {}))
+        return first if local is first.local else Block(local, first.cover, first.rank)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return Block, (self.local, self.cover, self.rank)
 
     def boxes(self) -> Iterator[tuple[torch.Size, torch.Size, Tensor]]:
         """Yield (offsets in the whole, sizes, view of the local part) for each box."""
@@ -81,7 +103,7 @@ class Block:
                 return view
         raise PlanError(f"checkpoint: no box at {index.offset} of {index.fqn} on this rank")
 
-    def __repr__(self) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Block({tuple(self.local.shape)} of {tuple(self.shape)} on rank {self.rank})"
 
 

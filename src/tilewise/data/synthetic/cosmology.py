@@ -18,7 +18,7 @@ redshift z the field has grown by D(z) to the log-normal density, and the counts
 The depth n_z of each redshift's survey, 4 to 12 galaxies a voxel, is drawn for each sample and not
 told: the mean count says nothing.
 
-**Targets.** sigma in [0.4, 0.8], ns in [0, 1.2], k0 in [3, 12] and large in [-2, 2], each uniform
+**Targets.** sigma in [0.3, 0.6], ns in [-0.6, 1.2], k0 in [3, 12] and large in [-2, 2], each uniform
 and mapped to [-1, 1]. `large` changes only the 26 modes with k < 2, those longer than half the
 edge. A cube of half the edge (an eighth of the box) sees of them a gradient under the stronger
 modes of 2 ≤ k < 4, and cannot tell the two apart; its mean is hidden by n_z. The other three can
@@ -46,7 +46,7 @@ SMALLEST = 16
 REDSHIFTS = (0.0, 0.5, 1.0, 2.0)
 # D(z) of a flat universe with a matter density of 0.3, to two digits.
 GROWTH = (1.0, 0.77, 0.61, 0.42)
-RANGES = {"sigma": (0.4, 0.8), "ns": (0.0, 1.2), "k0": (3.0, 12.0), "large": (-2.0, 2.0)}
+RANGES = {"sigma": (0.3, 0.6), "ns": (-0.6, 1.2), "k0": (3.0, 12.0), "large": (-2.0, 2.0)}
 LARGE_BELOW = 2.0
 SMOOTHING = 1 / 48
 DEPTH = (4.0, 12.0)

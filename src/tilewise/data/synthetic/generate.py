@@ -63,6 +63,7 @@ def generate(
     out = Path(out)
     fields = _check(kind, out, size=size, count=count, seed=seed, overwrite=overwrite)
     check_format(format, files)
+    facts = KINDS[kind].facts(size, count, seed)
     partial = out.with_name(out.name + ".partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -83,7 +84,7 @@ def generate(
             "seed": seed,
             "size": size,
             "baseline": KINDS[kind].baseline(tallies),
-            **KINDS[kind].facts(size, count, seed),
+            **facts,
         }
         describe(partial, description)
         if out.exists():

@@ -6,11 +6,12 @@
 
     |p - c| < R (1 + 0.4 cos m(φ - φ₀)),      m = 2, 3, 4 or 6,
 
-or the disc |p - c| < R for m = 0, and is filled with one of two patterns: stripes, or the checks that two crossed stripes make. The
-class counts through the pairs of (m, pattern). Position, size, turn, wave number, both colours of
-the filling and both of the ground are drawn freely; the ground is a darker random field with a
-patch of either pattern on it, a bar crosses the picture, light falls off to one side, and there is
-noise: neither a colour nor a pattern somewhere gives the class away.
+or the disc |p - c| < R for m = 0, and is filled with one of two patterns: stripes, or the checks
+that two crossed stripes make. The class counts through the pairs of (m, pattern). Position, size,
+turn, wave number, both colours of the filling and both of the ground are drawn freely; the ground
+is a darker random field with a patch of either pattern on it, a bar crosses the picture, light
+falls off to one side, and there is noise: neither a colour nor a pattern somewhere gives the class
+away.
 
 **Baseline.** The classes are equally likely: the commonest scores about 0.1, cross-entropy ln 10 ≈
 2.30.
