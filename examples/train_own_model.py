@@ -34,4 +34,6 @@ for step in range(5):
     optimizer.step()
     optimizer.zero_grad()
     if mesh.rank == 0:
-        print(f"step {step}: loss {loss.item():.6f}, slab {tuple(x_slab.shape)} of {tuple(x.shape)}")
+        print(
+            f"step {step}: loss {loss.item():.6f}, slab {tuple(x_slab.shape)} of {tuple(x.shape)}"
+        )

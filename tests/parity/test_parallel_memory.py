@@ -208,6 +208,35 @@ def test_ranks_without_a_slab_recompute_too(plan: str) -> None:
     ranks(8, recompute_empty, captured(UNet, SHAPE), plan)
 
 
+class Written(nn.Module):
+    """What a recomputed layer reads or returns is written in place by the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.drop = nn.Conv2d(3, 4, 3, padding=1), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        shifted = x + 1.0
+        out: Tensor = shifted * F.relu(self.drop(F.relu(x, inplace=True) - 0.1), inplace=True)
+        return out
+
+
+def write(mesh: Mesh, graph: Graph) -> None:
+    plan = Plan.uniform(graph, "h2", recompute=("#add", "drop"))
+    serial, model = build(Written).eval(), split(mesh, build(Written), graph, plan).eval()
+    x = draw(4, 3, 9, 8)
+    found, expected = model.gather(model(model.scatter(x))), serial(x)
+    assert_close(found, expected, "output")
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    assert_grads(model, serial)
+
+
+def test_layers_beside_recomputed_ones_may_write_in_place() -> None:
+    ranks(2, write, captured(Written, (4, 3, 9, 8)))
+
+
 def no_gradient(mesh: Mesh, graph: Graph) -> None:
     model = split(mesh, build(UNet), graph, Plan.uniform(graph, "d2", recompute=("*",)))
     model.requires_grad_(False)

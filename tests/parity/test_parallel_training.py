@@ -197,26 +197,19 @@ def test_blocks_are_summed_in_buckets_over_the_ranks_that_share_them_only() -> N
 
 
 def accumulate(mesh: Mesh, graph: Graph, plan: str, last: bool) -> None:
+    """Sum after each micro-batch, or after the last one only; twice, onto what is there."""
     serial, model = build(Small), split(mesh, build(Small), graph, plan)
-    micro = [*batches(2), *batches(1, (2, *SHAPE[1:])), *batches(1)]
-    for i, (x, t) in enumerate(micro):
-        aside = last and i < len(micro) - 1
-        with model.no_sync() if aside else nullcontext(), mesh.trace.record() as events:
+    for _ in range(2):
+        micro = [*batches(2), *batches(1, (2, *SHAPE[1:])), *batches(1)]
+        for i, (x, t) in enumerate(micro):
+            aside = last and i < len(micro) - 1
             size = x.shape[0]
-            model.loss(*model.scatter(x, t, batch=size), batch=size).backward()
-        summed = [event for event in events if event.layer.startswith("gradients")]
-        assert bool(summed) == (not aside)
-        serial_loss(serial, x, t).backward()
-    assert_grads(model, serial)
-    # the same again, onto what is there
-    for x, t in batches(2):
-        with model.no_sync() if x is not batches(2)[-1][0] and last else nullcontext():
-            model.loss(*model.scatter(x, t)).backward()
-        serial_loss(serial, x, t).backward()
-    with torch.enable_grad():
-        model.loss(*model.scatter(x, t)).backward()
-    serial_loss(serial, x, t).backward()
-    assert_grads(model, serial)
+            with model.no_sync() if aside else nullcontext(), mesh.trace.record() as events:
+                model.loss(*model.scatter(x, t, batch=size), batch=size).backward()
+            summed = [event for event in events if event.layer.startswith("gradients")]
+            assert bool(summed) == (not aside)
+            serial_loss(serial, x, t).backward()
+        assert_grads(model, serial)
 
 
 @pytest.mark.parametrize("last", [False, True])

@@ -35,7 +35,7 @@ def recomputed(
     body: Body, inputs: Sequence[Tensor], chain: Chain, draws: Draws
 ) -> tuple[Tensor, ...]:
     """Run `body(inputs, chain, again)`, keeping nothing but its inputs for backward."""
-    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in inputs):
+    if not any(tensor.requires_grad for tensor in inputs):
         return body(inputs, chain, False)
     device = inputs[0].device.type
     conditions = _Conditions(

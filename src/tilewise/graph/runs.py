@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from tilewise.comm import Exchange, Mesh
 from tilewise.graph.captured import Graph
-from tilewise.graph.executable import Executable, output_layouts
+from tilewise.graph.executable import Executable
 from tilewise.graph.graph import Program
 from tilewise.graph.held import Held
 from tilewise.graph.lower import Planned, plan_program
 from tilewise.graph.shapes import key
+from tilewise.graph.steps import output_layouts
 from tilewise.graph.sync import Aside
 from tilewise.layout import Cover, Layout
 from tilewise.ops.draws import Draws

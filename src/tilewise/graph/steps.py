@@ -1,0 +1,264 @@
+"""The steps of a planned program on a mesh: which tensors go where, what moves, what is freed.
+
+Exchanges are inserted where an operand does not lie as an operator needs it. A tensor that several
+operators need in the same way moves once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.comm import Exchange, Mesh
+from tilewise.errors import PlanError
+from tilewise.graph.graph import Node, Value, values_in
+from tilewise.graph.held import Held, at_rest
+from tilewise.graph.lower import Planned
+from tilewise.graph.reach import Use
+from tilewise.graph.rule import Lowered
+from tilewise.layout import PARTIAL, REPLICA, Axes, Axis, Cover, Layout, Move
+from tilewise.ops.operation import Bound, Need
+from tilewise.plan import Plan
+
+
+def home(need: Need) -> Layout:
+    """Return the layout that a need extends: the same axes, balanced blocks, no halos."""
+    return Layout(
+        need.cover.shape,
+        Axes(Axis(a.size, REPLICA if a.dim == PARTIAL else a.dim) for a in need.cover.axes),
+    )
+
+
+class WriteBack:
+    """Put a changed copy of a buffer back to where the model holds it."""
+
+    def __init__(self, mesh: Mesh, source: Cover, target: Cover, *, layer: str) -> None:
+        self.exchange = Exchange(mesh, at_rest(source), target, layer=layer)
+
+    def __call__(self, changed: Tensor, held: Tensor) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            held.copy_(self.exchange.start(changed).finish())
+        return ()
+
+
+@dataclass
+class Step:
+    """One operator, or one move that several operators share, with its places in memory.
+
+    `recompute` is the pattern by which it is computed again in backward, `writes` are the buffers
+    that it changes.
+    """
+
+    run: Bound | Exchange | WriteBack
+    layer: str
+    inputs: list[tuple[str, Any]]
+    outputs: list[int]
+    no_grad: bool = False
+    recompute: str | None = None
+    writes: tuple[Value, ...] = ()
+    frees: list[int] = field(default_factory=list)
+
+
+class Steps:
+    """Build the steps of a program; all ranks do so together.
+
+    `slots` numbers the places in memory, `uses` lists how parameters are read.
+    """
+
+    def __init__(self, planned: Planned, plan: Plan, mesh: Mesh, held: Held) -> None:
+        self.mesh, self.held, self.planned = mesh, held, planned
+        program = planned.program
+        self.steps: list[Step] = []
+        self.uses: list[Use] = []
+        self.slots: dict[Any, int] = {}
+        for value in program.inputs:
+            self._slot(value)
+        sharing = _sharing(planned)
+        kept = _kept(planned, plan)
+        for node, lowered in zip(program.nodes, planned.lowered):
+            self._add(node, lowered, sharing, plan.recomputes(node.name), kept)
+        self.output_slots = self._outputs(plan)
+        self._free()
+
+    def _slot(self, key: Any) -> int:
+        return self.slots.setdefault(key, len(self.slots))
+
+    def _add(
+        self, node: Node, lowered: Lowered, sharing: Sharing, again: str | None, kept: set[Value]
+    ) -> None:
+        sources: list[Layout | Cover | None] = []
+        inputs: list[tuple[str, Any]] = []
+        written = _written(node)
+        back: list[Step] = []
+        for value, need in zip(lowered.operands, lowered.operation.needs, strict=True):
+            if not value.held:
+                slot, source = self._brought(value, need, sharing, node, again)
+                sources.append(source)
+                inputs.append(("slot", slot))
+                continue
+            storage = self.held.storage(value)
+            direct = storage.same_blocks(need.cover)
+            if value in written and not direct:
+                inputs.append(("slot", self._copied(value, need.cover, storage, node, again, back)))
+                sources.append(None)
+                continue
+            sources.append(None if direct else storage)
+            ranks = need.cover.sharers(self.mesh.rank) if direct else ()
+            inputs.append(("held", (value, ranks)))
+            if value.origin == "parameter":
+                self.uses.append((str(value.source), ranks))
+        bound = lowered.operation.bind(self.mesh, sources, layer=node.name)
+        if lowered.in_place is not None and not again and self._may_write(node, bound, kept):
+            bound.local = lowered.in_place
+        outputs = [self._slot(out) for out in node.outs]
+        self.steps.append(
+            Step(bound, node.name, inputs, outputs, node.no_grad, again, tuple(written))
+        )
+        self.steps += back
+
+    def _copied(
+        self,
+        value: Value,
+        need: Cover,
+        storage: Cover,
+        node: Node,
+        again: str | None,
+        back: list[Step],
+    ) -> int:
+        """Return the slot of a copy of a buffer that is changed; `back` gets the way back."""
+        slot = self._slot((value, node))
+        held = ("held", (value, ()))
+        fetch = Exchange(self.mesh, storage, need, layer=node.name)
+        self.steps.append(Step(fetch, node.name, [held], [slot], True, again))
+        put = WriteBack(self.mesh, need, storage, layer=node.name)
+        back.append(Step(put, node.name, [("slot", slot), held], [], True, again, (value,)))
+        return slot
+
+    def _may_write(self, node: Node, bound: Bound, kept: set[Value]) -> bool:
+        first = node.values()[0]
+        return (
+            first.origin == "node"
+            and bound.brings[0] is None
+            and first not in kept
+            and first not in self.planned.program.output_values
+        )
+
+    def _brought(
+        self, value: Value, need: Need, sharing: Sharing, node: Node, again: str | None
+    ) -> tuple[int, Layout | Cover | None]:
+        """Return where the operand is found, and how it lies there."""
+        layout = self.planned.layouts[value]
+        slot = self._slot(value)
+        base = home(need)
+        if sharing.homes[value, base.axes] > 1 and base != layout:
+            slot, layout = self._moved(value, slot, layout, base, node, again), base
+        if sharing.needs[value, need] > 1 and not Move(Cover.of(layout), need.cover).local:
+            return self._moved(value, slot, layout, need, node, again), None
+        return slot, layout
+
+    def _moved(
+        self,
+        value: Value,
+        slot: int,
+        source: Layout,
+        target: Layout | Need,
+        node: Node,
+        again: str | None,
+    ) -> int:
+        """Return the slot of a moved copy; the first who asks makes it."""
+        key = (value, target)
+        if key not in self.slots:
+            cover, fill = (
+                (target.cover, target.fill) if isinstance(target, Need) else (Cover.of(target), 0.0)
+            )
+            exchange = Exchange(self.mesh, source, cover, layer=node.name, fill=fill)
+            step = Step(exchange, node.name, [("slot", slot)], [self._slot(key)], recompute=again)
+            self.steps.append(step)
+        return self.slots[key]
+
+    def _outputs(self, plan: Plan) -> list[int]:
+        """Return the slots of the outputs, brought to where they are handed out."""
+        slots = []
+        targets = output_layouts(self.planned, plan)
+        for value, target in zip(self.planned.program.output_values, targets):
+            layout = self.planned.layouts[value]
+            slot = self._slot(value)
+            if target != layout:
+                exchange = Exchange(self.mesh, layout, target, layer="output")
+                new = self._slot((value, "output"))
+                self.steps.append(Step(exchange, "output", [("slot", slot)], [new]))
+                slot = new
+            slots.append(slot)
+        return slots
+
+    def _free(self) -> None:
+        """Let go of every tensor after its last use."""
+        last: dict[int, Step] = {}
+        for step in self.steps:
+            for slot in step.outputs:
+                last[slot] = step
+            for where, slot in step.inputs:
+                if where == "slot":
+                    last[slot] = step
+        for slot, step in last.items():
+            if slot not in self.output_slots:
+                step.frees.append(slot)
+
+
+def output_layouts(planned: Planned, plan: Plan) -> tuple[Layout, ...]:
+    """Return how the outputs are handed out: not cut along channels unless the plan says so."""
+    found = []
+    for value in planned.program.output_values:
+        if value.held:
+            raise PlanError(
+                f"the model returns its own {value.origin} {value.source}; return a copy"
+            )
+        layout, text = planned.layouts[value], planned.labels[value]
+        cut = not plan.io_channels and "c" in text
+        found.append(layout.uncut(text.index("c")) if cut else layout)
+    return tuple(found)
+
+
+def _written(node: Node) -> list[Value]:
+    """List the buffers that a call changes."""
+    if node.kind in ("batch_norm", "instance_norm"):
+        return [value for value in node.args[3:5] if value is not None] if node.args[5] else []
+    found = []
+    schema = getattr(node.in_place, "_schema", None)
+    for index, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+            found += [value for value in values_in(given) if value.held]
+    return found
+
+
+def _kept(planned: Planned, plan: Plan) -> set[Value]:
+    """Return what layers that are computed again read: it must stay as it is until then."""
+    return {
+        value
+        for node in planned.program.nodes
+        if plan.recomputes(node.name)
+        for value in node.values()
+    }
+
+
+@dataclass
+class Sharing:
+    """How many operators need a value in the same way, and from the same layout."""
+
+    needs: Counter[tuple[Value, Need]]
+    homes: Counter[tuple[Value, Axes]]
+
+
+def _sharing(planned: Planned) -> Sharing:
+    needs: Counter[tuple[Value, Need]] = Counter()
+    for lowered in planned.lowered:
+        for value, need in zip(lowered.operands, lowered.operation.needs, strict=True):
+            if not value.held:
+                needs[value, need] += 1
+    homes = Counter((value, home(need).axes) for value, need in needs)
+    return Sharing(needs, homes)
