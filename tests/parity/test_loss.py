@@ -165,6 +165,19 @@ def test_class_indices(
     ranks(case["world"], run_classes, case, weight, ignore, smoothing, logs)
 
 
+@pytest.mark.parametrize("weight", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_smoothing_over_cut_classes(weight: bool, reduction: str) -> None:
+    case = {
+        "x": Layout((2, 6, 5), [Axis(4, 1)]),
+        "indices": Layout((2, 5), [Axis(2, 0), Axis(2, 1)]),
+        "axes": None,
+        "dtype": torch.float64,
+        "reduction": reduction,
+    }
+    ranks(4, run_classes, case, weight, 2, 0.1, False)
+
+
 def run_probabilities(mesh: Mesh, case: dict[str, Any], weight: bool, smoothing: float) -> None:
     x, dtype = case["x"], case["dtype"]
     options = {"reduction": case["reduction"], "label_smoothing": smoothing}

@@ -7,6 +7,7 @@ import sys
 import typer
 
 from tilewise.cli.bench import bench_app
+from tilewise.cli.data import data_app
 from tilewise.cli.verify import verify
 from tilewise.errors import TilewiseError
 
@@ -18,6 +19,7 @@ app = typer.Typer(
 )
 app.command()(verify)
 app.add_typer(bench_app, name="bench")
+app.add_typer(data_app, name="data")
 
 
 @app.callback()

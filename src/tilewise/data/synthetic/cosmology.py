@@ -19,8 +19,8 @@ The depth n_z of each redshift's survey, 4 to 12 galaxies a voxel, is drawn for 
 told: the mean count says nothing.
 
 **Targets.** sigma in [0.3, 0.6], ns in [-0.6, 1.2], k0 in [3, 12] and large in [-2, 2], each
-uniform and mapped to [-1, 1]. `large` changes only the 26 modes with k < 2, those longer than half the
-edge. A cube of half the edge (an eighth of the box) sees of them a gradient under the stronger
+uniform and mapped to [-1, 1]. `large` changes only the 26 modes with k < 2, those longer than half
+the edge. A cube of half the edge (an eighth of the box) sees of them a gradient under the stronger
 modes of 2 ≤ k < 4, and cannot tell the two apart; its mean is hidden by n_z. The other three can
 be read from any part, better from a larger one.
 

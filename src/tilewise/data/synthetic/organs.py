@@ -6,14 +6,14 @@
 
     q(p) = (p - c)ᵀ R diag(1/r²) Rᵀ (p - c) < 1 + 0.1 s(p),
 
-s a smooth random field of variance 1 that dents the surface. A body (radii 0.38 to 0.46) holds one
-to three organs (0.16 to 0.26), each organ one to three lesions (0.05 to 0.1) centred in it; a
-lesion's label ends at its organ's surface. Four to eight lumps like lesions lie elsewhere in the
+s a smooth random field of variance 1 that dents the surface. A body (radii 0.4 to 0.48) holds one
+or two organs (0.18 to 0.3), each organ one to three lesions (0.07 to 0.12) centred in it; a
+lesion's label ends at its organ's surface. Three to six lumps like lesions lie elsewhere in the
 body and are background: what surrounds a bright lump decides its class, not its brightness.
 
-**Intensity.** Tissue t is 0 outside, 0.35 in the body, 0.6 in organs, 0.85 in lesions and lumps.
+**Intensity.** Tissue t is 0 outside, 0.35 in the body, 0.65 in organs, 1 in lesions and lumps.
 
-    x = t · exp(0.2 b) + 0.07 ε,
+    x = t · exp(0.15 b) + 0.07 ε,
 
 b a smooth bias field of variance 1 (no detail finer than about a third of the box), ε white noise.
 
@@ -33,8 +33,8 @@ from tilewise.data.write import Array, Field
 
 SMALLEST = 16
 CLASSES = ("background", "organ", "lesion")
-TISSUE = {"body": 0.35, "organ": 0.6, "lesion": 0.85}
-DENTS, BIAS, NOISE = 0.1, 0.2, 0.07
+TISSUE = {"body": 0.35, "organ": 0.65, "lesion": 1.0}
+DENTS, BIAS, NOISE = 0.1, 0.15, 0.07
 _TRIES = 50
 
 Ellipsoid = tuple[Array, Array, Array]
@@ -54,7 +54,7 @@ def sample(size: int, seed: int, index: int) -> Sample:
     tissue = np.zeros(shape, np.float32)
     y = np.zeros(shape, np.uint8)
     body = rng.uniform(0.47, 0.53, 3)
-    reach = rng.uniform(0.38, 0.46, 3)
+    reach = rng.uniform(0.4, 0.48, 3)
     _paint(*_inside(dents, body, reach, _rotation(rng)), (tissue, TISSUE["body"]))
     organs = _organs(rng, body)
     for centre, radii, turn in organs:
@@ -67,7 +67,7 @@ def sample(size: int, seed: int, index: int) -> Sample:
             box, inside = _lump(rng, dents, place)
             inside &= y[box] > 0
             _paint(box, inside, (tissue, TISSUE["lesion"]), (y, 2))
-    for _ in range(rng.integers(4, 9)):
+    for _ in range(rng.integers(3, 7)):
         box, inside = _lump(rng, dents, body + 0.38 * _in_ball(rng))
         inside &= (y[box] == 0) & (tissue[box] > 0)
         _paint(box, inside, (tissue, TISSUE["lesion"]))
@@ -77,11 +77,11 @@ def sample(size: int, seed: int, index: int) -> Sample:
 
 
 def _organs(rng: np.random.Generator, body: Array) -> list[Ellipsoid]:
-    """Draw one to three ellipsoids that keep apart, as far as a few tries find room."""
+    """Draw one or two ellipsoids that keep apart, as far as a few tries find room."""
     found: list[Ellipsoid] = []
-    wanted = int(rng.integers(1, 4))
+    wanted = int(rng.integers(1, 3))
     for _ in range(_TRIES):
-        radii = rng.uniform(0.16, 0.26, 3)
+        radii = rng.uniform(0.18, 0.3, 3)
         centre = body + 0.25 * _in_ball(rng)
         turn = _rotation(rng)
         apart = all(
@@ -95,7 +95,7 @@ def _organs(rng: np.random.Generator, body: Array) -> list[Ellipsoid]:
 
 
 def _lump(rng: np.random.Generator, dents: Array, centre: Array) -> tuple[Box, Array]:
-    return _inside(dents, centre, rng.uniform(0.05, 0.1, 3), _rotation(rng))
+    return _inside(dents, centre, rng.uniform(0.07, 0.12, 3), _rotation(rng))
 
 
 def _paint(box: Box, inside: Array, *values: tuple[Array, float]) -> None:
