@@ -47,7 +47,7 @@ def explained(features: Array, y: Array, *, folds: int = 4) -> Array:
 
 
 def test_larger_cubes_carry_more_information() -> None:
-    samples = [cosmology.sample(32, 0, index) for index in range(360)]
+    samples = [cosmology.sample(32, 0, index) for index in range(280)]
     y = np.stack([sample["y"] for sample in samples]).astype(np.float64)
     whole, eighth, sixty_fourth = (
         explained(np.stack([band_powers(s["x"][:, :edge, :edge, :edge]) for s in samples]), y)

@@ -6,6 +6,7 @@ import ctypes
 import os
 import threading
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -397,6 +398,17 @@ def test_log1p_and_cast() -> None:
     assert torch.equal(plain[0], torch.from_numpy(values))
 
 
+def test_augmentation_differs_by_seed_epoch_sample_and_kind() -> None:
+    """Each of the four decides, and what is drawn is spread evenly."""
+    chances = [Chance(*some) for some in product(range(2), range(3), range(40), range(2))]
+    drawn = [chance.uniform() for chance in chances] + [chance.uniform(1) for chance in chances]
+    assert len(set(drawn)) == len(drawn)
+    counts = np.histogram(drawn, bins=8, range=(0, 1))[0]
+    assert counts.sum() == len(drawn)
+    assert (abs(counts - len(drawn) / 8) < 5 * np.sqrt(len(drawn) / 8)).all()
+    assert {Chance(0, 0, k, 0).below(3) for k in range(50)} == {0, 1, 2}
+
+
 def large(mesh: Mesh, degrees: str) -> Any:
     samples = [np.random.default_rng(0).random((3, 40, 50, 20))]
     cut = Layout.of((1, 3, 40, 50, 20), "ncdhw", degrees, ranks=mesh.size)
@@ -547,6 +559,8 @@ def peak(mesh: Mesh, file: str, prefetch: int, store: int | None, augment: Any) 
     for _ in range(2):
         for number, batch in enumerate(loader):
             assert batch[0].dtype == torch.float32
+            if number < 2:  # long enough for a thread that makes too many to show it
+                time.sleep(0.3)
             while loader._stream._ready.qsize() < min(prefetch, len(loader) - number - 1):
                 time.sleep(0.001)
     slab = loader.feeds[0].batch_bytes(4, mesh.rank)

@@ -70,7 +70,7 @@ def run_reduce(
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(cases(), st.sampled_from(KINDS), st.booleans(), st.sampled_from([0.0, 1.0]), st.data())
 @pytest.mark.filterwarnings("ignore:var.. degrees of freedom")
 def test_reduce(
@@ -166,7 +166,7 @@ def run_softmax(mesh: Mesh, case: dict[str, Any], dim: int, log: bool, far: bool
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(cases(), st.data(), st.booleans(), st.booleans())
 def test_softmax(case: dict[str, Any], data: st.DataObject, log: bool, far: bool) -> None:
     ndim = len(case["x"].shape)

@@ -50,7 +50,11 @@ class At:
 
     def _run(self, tensors: tuple[Any, ...], targets: Any) -> Any:
         outputs, program = self.runs.run(
-            tensors_in(tensors), self.examples, targets, sync=self.model.synchronises
+            tensors_in(tensors),
+            self.examples,
+            targets,
+            sync=self.model.synchronises,
+            error=_unlike(tensors, (*self.examples, *(targets or ()))),
         )
         return _restore(outputs, program)
 
@@ -108,6 +112,27 @@ class At:
     def _gathered(self, slab: Tensor, layout: Layout) -> Tensor:
         target = Layout.replicated(layout.shape, ranks=layout.ranks)
         return self.runs.exchange(layout, target, layer="gather")(slab)
+
+
+def _unlike(given: tuple[Any, ...], examples: tuple[Any, ...]) -> str | None:
+    """Say how inputs differ in structure, or in what is no tensor, from the examples."""
+    leaves, spec = tree_flatten(given)
+    expected, wanted = tree_flatten(examples)
+    if spec != wanted:
+        return f"inputs are put together as {spec}, the examples as {wanted}"
+    for leaf, example in zip(leaves, expected):
+        if isinstance(leaf, Tensor) != isinstance(example, Tensor) or (
+            not isinstance(example, Tensor) and leaf != example
+        ):
+            return (
+                f"an input is {_described(leaf)}, the example was {_described(example)}; what is "
+                "no tensor is part of the captured model: parallelize it with the other value"
+            )
+    return None
+
+
+def _described(leaf: Any) -> str:
+    return f"a tensor {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
 
 
 def _restore(outputs: tuple[Tensor, ...], program: Program) -> Any:

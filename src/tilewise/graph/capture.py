@@ -65,6 +65,8 @@ class Tracer:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 exported = torch.export.export(wrapped, args, strict=False)
+        except CaptureError:
+            raise
         except Exception as error:
             raise CaptureError(
                 f"capture: torch.export could not trace {type(self.template).__name__} for inputs "
@@ -107,13 +109,26 @@ class Tracer:
         )
 
 
+def _called(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
+    """Call the model; refuse one that puts a new tensor in a buffer's place."""
+    before = dict(model.named_buffers())
+    output = model(*inputs)
+    for name, buffer in model.named_buffers():
+        if buffer is not before.get(name):
+            raise CaptureError(
+                f"capture: forward assigns a new tensor to the buffer {name}; write into it "
+                f"instead: self.{name.rpartition('.')[2]}.copy_(...)"
+            )
+    return output
+
+
 class _Plain(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, *inputs: Any) -> Any:
-        return self.model(*inputs)
+        return _called(self.model, inputs)
 
 
 class _WithLoss(nn.Module):
@@ -122,7 +137,7 @@ class _WithLoss(nn.Module):
         self.model, self.loss, self.inputs = model, loss, inputs
 
     def forward(self, *tensors: Any) -> Any:
-        output = self.model(*tensors[: self.inputs])
+        output = _called(self.model, tensors[: self.inputs])
         return self.loss(output, *tensors[self.inputs :])
 
 

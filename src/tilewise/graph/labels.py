@@ -75,10 +75,29 @@ def _argument(node: Node, index: int, name: str, default: object) -> object:
     return node.kwargs.get(name, default)
 
 
+def permutation(node: Node, ndim: int) -> list[int]:
+    """Return which dim of the operand each dim of a permuted result is."""
+    if node.kind == "numpy_T":
+        return list(range(ndim))[::-1]
+    if node.kind == "permute":
+        order = _argument(node, 1, "dims", ())
+        assert isinstance(order, (list, tuple))
+        return [int(dim) % ndim for dim in order]
+    moved = [
+        _listed(_argument(node, i, name, ())) for i, name in ((1, "source"), (2, "destination"))
+    ]
+    source, destination = ([dim % ndim for dim in dims] for dims in moved)
+    rest = iter(dim for dim in range(ndim) if dim not in source)
+    to = dict(zip(destination, source))
+    return [to[dim] if dim in to else next(rest) for dim in range(ndim)]
+
+
+def _listed(dims: object) -> list[int]:
+    return [int(dim) for dim in dims] if isinstance(dims, (list, tuple)) else [int(str(dims))]
+
+
 def _permute(node: Node, out: Value, x: Value, text: str) -> str:
-    order = _argument(node, 1, "dims", ())
-    assert isinstance(order, (list, tuple))
-    return "".join(text[dim] for dim in order)
+    return "".join(text[dim] for dim in permutation(node, len(text)))
 
 
 def _transpose(node: Node, out: Value, x: Value, text: str) -> str:
@@ -160,10 +179,8 @@ def _reduce(node: Node, out: Value, x: Value, text: str) -> str:
     if len(out.shape) == len(x.shape):
         return text
     dims = _argument(node, 1, "dim", None)
-    listed = (
-        [dims] if isinstance(dims, int) else list(dims) if isinstance(dims, (list, tuple)) else []
-    )
-    gone = {int(dim) % len(text) for dim in listed} or set(range(len(text)))
+    gone = {dim % len(text) for dim in _listed(dims)} if dims not in (None, []) else set()
+    gone = gone or set(range(len(text)))
     return "".join(letter for dim, letter in enumerate(text) if dim not in gone)
 
 
@@ -187,7 +204,7 @@ _RULES: dict[str, Callable[[Node, Value, Value, str], str]] = {
     **dict.fromkeys(("expand", "expand_as", "repeat"), _expand),
     **dict.fromkeys(("transpose", "t", "swapaxes"), _transpose),
     **dict.fromkeys(("matmul", "mm", "bmm"), _matmul),
-    "permute": _permute,
+    **dict.fromkeys(("permute", "movedim", "moveaxis", "numpy_T"), _permute),
     "linear": _linear,
     "select": _select,
     "unbind": _select,

@@ -63,10 +63,21 @@ def plan_program(program: Program, plan: Plan, *, ranks: int, rank: int, draws: 
             if value in undecided:
                 layouts[value] = _as_needed(value, need, node, plan, named)
                 undecided.discard(value)
+        _check_shapes(node, lowered)
         made_by.update(dict.fromkeys(node.outs, degrees or followed))
         planned.lowered.append(lowered)
         layouts.update(zip(node.outs, lowered.operation.outs, strict=True))
     return planned
+
+
+def _check_shapes(node: Node, lowered: Lowered) -> None:
+    """Refuse a plan whose results have other shapes than the captured ones: a rule is wrong."""
+    for out, layout in zip(node.outs, lowered.operation.outs, strict=True):
+        if out.shape != layout.shape:
+            raise PlanError(
+                f"{node.name}: the rule for {node.op} plans a result of shape {layout.shape}, the "
+                f"model makes {out.shape}; this is a bug in the rule for '{node.kind}'"
+            )
 
 
 def _followed(node: Node, made_by: dict[Value, Degrees]) -> Degrees:

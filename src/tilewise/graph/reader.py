@@ -21,11 +21,12 @@ from tilewise.graph.graph import Names, Node, Program, Value, op_name, values_in
 MODEL, LOSS = "model.", "loss."
 aten = torch.ops.aten
 
-VIEWS = {
-    "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "permute", "transpose",
-    "expand", "slice", "narrow", "select", "alias", "detach", "chunk", "split", "unbind", "t",
-    "movedim", "view_as", "split_with_sizes",
+SAME_ORDER = {
+    "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as",
+    "ravel", "unsafe_view", "alias", "detach", "contiguous", "to", "type_as", "dropout",
+    "feature_dropout", "alpha_dropout", "feature_alpha_dropout",
 }  # fmt: skip
+"""Calls whose result may be the operand's memory, read in the same order."""
 
 
 class Reader:
@@ -40,6 +41,7 @@ class Reader:
         self.inputs: list[Value] = []
         self.current: dict[Value, Value] = {}
         self.view_of: dict[Value, Node] = {}
+        self.storage: dict[Value, int] = {}
         self.count = 0
 
     def program(self) -> Program:
@@ -52,7 +54,9 @@ class Reader:
         outputs: list[Any] = []
         for node in self.exported.graph.nodes:
             if node.op == "placeholder":
-                self.env[node] = self._placeholder(node, held)
+                value = self.env[node] = self._placeholder(node, held)
+                if value is not None:
+                    self.storage[value] = node.meta["val"].untyped_storage()._cdata
             elif node.op == "output":
                 outputs = list(node.args[0])
             else:
@@ -77,7 +81,8 @@ class Reader:
         kept: list[Node] = []
         for node in reversed(self.nodes):
             effect = node.in_place is not None and any(value.held for value in node.values())
-            if effect or node.kind == "batch_norm" or any(out in wanted for out in node.outs):
+            effect = effect or node.kind in ("batch_norm", "instance_norm")
+            if effect or any(out in wanted for out in node.outs):
                 wanted.update(node.values())
                 kept.append(node)
         return tuple(reversed(kept))
@@ -89,9 +94,14 @@ class Reader:
         for origin, names in held.items():
             if node.name in names:
                 source = names[node.name]
+                if origin == "parameter" and source.startswith(LOSS):
+                    raise CaptureError(
+                        f"capture: the loss has a parameter of its own ({source.removeprefix(LOSS)}"
+                        "); make it part of the model"
+                    )
                 constant = None
                 if origin == "constant" or source.startswith(LOSS):
-                    origin = "constant" if origin != "parameter" else origin
+                    origin = "constant"
                     constant = self._constant(source)
                 return Value(
                     node.name,
@@ -147,6 +157,9 @@ class Reader:
         if "set_grad_enabled" in str(node.target):
             enabled, submodule, *operands = args
             self._inline(node, env, submodule, operands, no_grad=not enabled)
+            return
+        if node.target is aten._assert_tensor_metadata.default:
+            env[node] = None  # it guards a cast while tracing, and computes nothing
             return
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             raise CaptureError(
@@ -206,6 +219,10 @@ class Reader:
             for i, item in enumerate(example if several else [example])
         )
         in_values = values_in((args, kwargs))
+        for out, item in zip(outs, example if several else [example]):
+            self.storage[out] = item.untyped_storage()._cdata
+        if kind.endswith("dropout") and (args[1] == 0 or not args[2]):
+            self.storage[outs[0]] = self.storage[in_values[0]]  # torch hands the operand back
         main = not (mutated and mutated[0].held) and kind != "pad"
         name = self.names.take(path, kind, main=main)
         in_place = op if mutated else None
@@ -213,9 +230,10 @@ class Reader:
         self.nodes.append(made)
         if mutated and not mutated[0].held:
             self._write(mutated[0], outs[0])
-        elif kind in VIEWS and in_values:
+        elif not mutated and in_values:
             for out in outs:
-                self.view_of[out] = made
+                if self.storage.get(out) == self.storage.get(in_values[0], -1):
+                    self.view_of[out] = made
         if mutated and mutated[0].held and not several:
             return mutated[0]  # whoever reads the result reads what the model holds
         return list(outs) if several else outs[0]
@@ -243,12 +261,23 @@ class Reader:
         view = self.view_of.get(old)
         if view is not None:
             source = self._latest(view.values()[0])
-            self._write(source, self._unview(view, old, new))
+            whole = self._unview(view, old, new)
+            if source.held:
+                self._store(source, whole, view.path)
+            else:
+                self._write(source, whole)
             self.view_of[new] = replace(view, args=self._latest_tree(view.args), outs=(new,))
         for value, node in list(self.view_of.items()):
             operand = node.values()[0]
             if value not in self.current and self._latest(operand) is not operand:
                 self._remake(node)
+
+    def _store(self, held: Value, new: Value, path: str) -> None:
+        """Write a tensor into what the model holds."""
+        copy = aten.copy_.default
+        out = Value(f"{held.name}'", held.shape, held.dtype, "node")
+        name = self.names.take(path, op_name(copy), main=False)
+        self.nodes.append(Node(name, copy, (held, new), {}, (out,), path, in_place=copy))
 
     def _remake(self, node: Node) -> None:
         """Take a view again, of the tensor as it is now."""
@@ -259,6 +288,7 @@ class Reader:
         for old, new in zip(node.outs, outs):
             self.current[old] = new
             self.view_of[new] = made
+            self.storage[new] = self.storage[old]
 
     def _latest_tree(self, tree: Any) -> Any:
         if isinstance(tree, (tuple, list)):
@@ -271,9 +301,7 @@ class Reader:
         kind = view.kind
         if kind in ("slice", "narrow", "select"):
             op, args = _scatter(view, source, new)
-        elif len(view.outs) == 1 and _size(source) == _size(old) and kind not in (
-            "permute", "transpose", "t", "movedim",
-        ):  # fmt: skip
+        elif kind in SAME_ORDER and _size(source) == _size(old):
             op, args = aten.reshape.default, (new, list(source.shape))
         else:
             raise CaptureError(
@@ -281,6 +309,7 @@ class Reader:
                 "the in-place operator"
             )
         out = Value(f"{source.name}'", source.shape, source.dtype, "node")
+        self.storage[out] = self.storage[source]
         name = self.names.take(view.path, op_name(op), main=False)
         self.nodes.append(Node(name, op, args, {}, (out,), view.path))
         return out
@@ -299,6 +328,7 @@ def _scatter(view: Node, source: Value, new: Value) -> tuple[Callable[..., Any],
         return aten.select_scatter.default, (source, new, *view.args[1:])
     if view.kind == "narrow":
         dim, start, length = view.args[1:]
+        start += source.shape[dim] if start < 0 else 0
         return aten.slice_scatter.default, (source, new, dim, start, start + length)
     return aten.slice_scatter.default, (source, new, *view.args[1:])
 

@@ -72,12 +72,18 @@ class Runs:
         return self._runs[which]
 
     def run(
-        self, tensors: list[Tensor], examples: tuple[Any, ...], targets: Any, *, sync: bool
+        self,
+        tensors: list[Tensor],
+        examples: tuple[Any, ...],
+        targets: Any,
+        *,
+        sync: bool,
+        error: str | None = None,
     ) -> tuple[tuple[Tensor, ...], Program]:
-        """Agree with all ranks on a pass and run it."""
+        """Agree with all ranks on a pass and run it, or raise this rank's error on all of them."""
         found = self.find(examples, targets)
         facts = self._facts(tensors, found.inputs, sync)
-        self.mesh.agree("forward", facts, error=self._error(tensors, found.inputs))
+        self.mesh.agree("forward", facts, error=error or self._error(tensors, found.inputs))
         if found.executable is None:
             with torch.inference_mode(False):
                 found.executable = Executable(

@@ -20,17 +20,18 @@ from tilewise.graph.held import Held, at_rest
 from tilewise.graph.lower import Planned
 from tilewise.graph.reach import Use
 from tilewise.graph.rule import Lowered
-from tilewise.layout import PARTIAL, REPLICA, Axes, Axis, Cover, Layout, Move
+from tilewise.layout import Axes, Cover, Layout, Move
 from tilewise.ops.operation import Bound, Need
 from tilewise.plan import Plan
 
-
-def home(need: Need) -> Layout:
-    """Return the layout that a need extends: the same axes, balanced blocks, no halos."""
-    return Layout(
-        need.cover.shape,
-        Axes(Axis(a.size, REPLICA if a.dim == PARTIAL else a.dim) for a in need.cover.axes),
-    )
+MAY_ALIAS = {
+    "contiguous", "to", "type_as", "to_copy", "dropout", "feature_dropout", "alpha_dropout",
+    "reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as",
+    "ravel", "permute", "transpose", "t", "movedim", "moveaxis", "swapaxes", "expand", "slice",
+    "narrow", "select", "detach", "alias", "split", "chunk", "unbind", "pad", "repeat", "roll",
+    "flip", "tensor_split", "split_with_sizes", "broadcast_tensors", "numpy_T",
+}  # fmt: skip
+"""Calls whose result may be their operand's memory here and a copy on one device."""
 
 
 class WriteBack:
@@ -75,6 +76,7 @@ class Steps:
         self.steps: list[Step] = []
         self.uses: list[Use] = []
         self.slots: dict[Any, int] = {}
+        self.makers = program.producers()
         for value in program.inputs:
             self._slot(value)
         sharing = _sharing(planned)
@@ -140,8 +142,10 @@ class Steps:
 
     def _may_write(self, node: Node, bound: Bound, kept: set[Value]) -> bool:
         first = node.values()[0]
+        maker = self.makers.get(first)
         return (
             first.origin == "node"
+            and (maker is None or maker.kind not in MAY_ALIAS)
             and bound.brings[0] is None
             and first not in kept
             and first not in self.planned.program.output_values
@@ -153,7 +157,7 @@ class Steps:
         """Return where the operand is found, and how it lies there."""
         layout = self.planned.layouts[value]
         slot = self._slot(value)
-        base = home(need)
+        base = need.home
         if sharing.homes[value, base.axes] > 1 and base != layout:
             slot, layout = self._moved(value, slot, layout, base, node, again), base
         if sharing.needs[value, need] > 1 and not Move(Cover.of(layout), need.cover).local:
@@ -260,5 +264,5 @@ def _sharing(planned: Planned) -> Sharing:
         for value, need in zip(lowered.operands, lowered.operation.needs, strict=True):
             if not value.held:
                 needs[value, need] += 1
-    homes = Counter((value, home(need).axes) for value, need in needs)
+    homes = Counter((value, need.home.axes) for value, need in needs)
     return Sharing(needs, homes)

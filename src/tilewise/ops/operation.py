@@ -109,18 +109,15 @@ class Bound:
         inner = [partial(via, chain=chain) for via in self.inner]
         results = self.local(inner, *brought)
         if isinstance(results, Tensor):
-            return self._finish(results, self.finishes[0], brought, chain)
+            return _finish(results, self.finishes[0], chain)
         return tuple(
-            self._finish(result, finish, brought, chain)
+            _finish(result, finish, chain)
             for finish, result in zip(self.finishes, results, strict=True)
         )
 
-    def _finish(
-        self, result: Tensor, finish: Exchange | None, brought: list[Tensor], chain: Chain | None
-    ) -> Tensor:
-        if finish is None:
-            return result
-        return finish(result, chain)
+
+def _finish(result: Tensor, finish: Exchange | None, chain: Chain | None) -> Tensor:
+    return result if finish is None else finish(result, chain)
 
 
 def _noisy(exchange: Exchange) -> Exchange | None:

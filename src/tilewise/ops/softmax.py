@@ -68,9 +68,9 @@ class Along:
             return (torch.log_softmax if log else torch.softmax)(x, self.dim)
         with torch.no_grad():
             top, total = self._log_sum(inner[0], widened(x))
-        kept: dict[str, Tensor] = {}
-        total, x = _Sum.apply(x, total, kept, log)
-        y: Tensor = _Shift.apply(x, top, inner[1](total), kept, log, self.dim)
+        kept: list[Tensor] = []
+        total = inner[1](_Sum.apply(x, total, kept, log))
+        y: Tensor = _Shift.apply(x.detach(), top, total, kept, log, self.dim)
         return y
 
     def _log_sum(self, exchange: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,28 +92,29 @@ class Along:
 
 
 class _Sum(torch.autograd.Function):
-    """The logarithm of the sum of exponentials, given; and x again.
+    """The logarithm of the sum of exponentials, given.
 
-    Its gradient needs the result, which `_Shift` hands over in `kept` on its way back.
+    All of the gradient of x comes through here: what it needs, `_Shift` leaves in `kept` on its
+    way back. So only the result is kept, and half types are rounded once.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, total: Tensor, kept: dict[str, Tensor], log: bool
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, total: Tensor, kept: list[Tensor], log: bool) -> Tensor:
         ctx.kept, ctx.log = kept, log
-        return total.clone(), x.view_as(x)
+        return total.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dtotal: Tensor, dx: Tensor) -> tuple[Tensor | None, ...]:
-        y = widened(ctx.kept.pop("y"))
-        weight = y.exp() if ctx.log else y
-        return torch.addcmul(widened(dx), weight, dtotal).to(dx.dtype), None, None, None
+    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+        y, grad = ctx.kept
+        ctx.kept.clear()
+        wide, dy = widened(y), widened(grad)
+        dx = torch.addcmul(dy, wide.exp(), dtotal) if ctx.log else wide * (dy + dtotal)
+        return dx.to(y.dtype), None, None, None
 
 
 class _Shift(torch.autograd.Function):
-    """x − top − total, or its exponential."""
+    """x − top − total, or its exponential; a function of total alone."""
 
     @staticmethod
     def forward(
@@ -121,7 +122,7 @@ class _Shift(torch.autograd.Function):
         x: Tensor,
         top: Tensor,
         total: Tensor,
-        kept: dict[str, Tensor],
+        kept: list[Tensor],
         log: bool,
         dim: int,
     ) -> Tensor:
@@ -135,6 +136,7 @@ class _Shift(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (y,) = ctx.saved_tensors
-        ctx.kept["y"] = y
-        dx = widened(grad) if ctx.log else widened(grad) * y
-        return dx.to(y.dtype), None, -dx.sum(ctx.dim, keepdim=True), None, None, None
+        ctx.kept[:] = [y, grad]
+        dy = widened(grad)
+        product = dy if ctx.log else dy * y
+        return None, None, -product.sum(ctx.dim, keepdim=True), None, None, None

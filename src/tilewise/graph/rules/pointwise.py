@@ -19,8 +19,8 @@ from tilewise.ops.pointwise import broadcast_cover, pointwise
 aten = torch.ops.aten
 
 UNTAGGED = (
-    "relu6", "hardtanh", "dropout_identity", "clone", "contiguous", "to", "to_copy", "detach",
-    "alias", "lift_fresh_copy", "zeros_like", "ones_like", "empty_like", "full_like", "type_as",
+    "relu6", "hardtanh", "dropout_identity", "clone", "contiguous", "detach",
+    "alias", "lift_fresh_copy", "zeros_like", "ones_like", "empty_like", "full_like",
     "selu", "celu", "rrelu_eval", "mish", "logsigmoid", "log_sigmoid", "hardswish", "hardsigmoid",
     "softplus", "elu", "leaky_relu", "silu", "gelu", "relu", "softsign", "where", "masked_fill",
     "threshold", "clamp", "clamp_min", "clamp_max", "clip", "square", "float", "double", "half",
@@ -39,9 +39,20 @@ def _tagged() -> Iterator[str]:
         for overload in packet.overloads():
             op = getattr(packet, overload)
             seeded = torch.Tag.nondeterministic_seeded in op.tags
-            if torch.Tag.pointwise in op.tags and not seeded:
+            single = len(op._schema.returns) == 1
+            if torch.Tag.pointwise in op.tags and not seeded and single:
                 yield op_name(op)
                 break
+
+
+@rule("to", "type_as", "to_copy")
+def _cast(site: Site) -> Lowered:
+    """Cast the first operand; a second one only tells the dtype."""
+    x, dtype = site.node.values()[0], site.node.out.dtype
+    operation = pointwise(
+        [site.layout(x)], lambda x: x.to(dtype), axes=site.axes, layer=site.node.name
+    )
+    return Lowered(operation, (x,))
 
 
 @rule("prelu")

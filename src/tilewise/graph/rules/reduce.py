@@ -61,7 +61,7 @@ def _spread(site: Site) -> Lowered:
     correction = node.kwargs.get("correction", 1.0)
     if len(node.args) > 2 and isinstance(node.args[2], bool):
         correction = float(node.args[2])
-    keepdim = bool(node.kwargs.get("keepdim", False))
+    keepdim = bool(node.kwargs.get("keepdim", node.args[3] if len(node.args) > 3 else False))
     spread = 1.0 if correction is None else float(correction)
     return _reduced(site, node.kind, dims, keepdim, correction=spread)
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from tilewise.graph.graph import values_in
+from tilewise.graph.labels import permutation
 from tilewise.graph.rule import Lowered, Site, rule
 from tilewise.graph.rules.undivided import fallback
 from tilewise.ops.join import cat, select, split, stack, unbind
@@ -26,10 +27,10 @@ def _reshape(site: Site) -> Lowered:
     return Lowered(operation, (x,))
 
 
-@rule("permute", "movedim", "numpy_T", cuts=False)
+@rule("permute", "movedim", "moveaxis", "numpy_T", cuts=False)
 def _permute(site: Site) -> Lowered:
     x = site.node.values()[0]
-    order = site.argument(1, "dims")
+    order = permutation(site.node, len(x.shape))
     return Lowered(permute(site.layout(x), order, layer=site.node.name), (x,))
 
 
