@@ -37,6 +37,11 @@ def arrays(
     return {"x": x, "y": rng.standard_normal((count, *labels)).astype("float32")}
 
 
+def numbers(count: int = 7) -> WholeSamples:
+    """Return samples that are their own numbers."""
+    return WholeSamples([np.float32(k) for k in range(count)])
+
+
 def write(folder: Path, format: str, data: Arrays) -> Path:
     """Write samples in a format; returns what `opened` takes."""
     folder.mkdir(parents=True, exist_ok=True)

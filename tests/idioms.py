@@ -222,6 +222,30 @@ class InPlace(nn.Module):
         return z + z.flatten(2).sum(-1).view(z.shape[0], 6, 1, 1)
 
 
+class Aliases(nn.Module):
+    """Copies that look like views, views that look like copies, and writes into a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.register_buffer("seen", torch.zeros(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv(x) * 1.0
+        copied = h[:, :2].flatten(1)  # torch copies here: h stays as it is
+        copied.mul_(3)
+        turned = h.permute(0, 2, 3, 1)
+        dense = turned.contiguous()  # and here
+        dense.mul_(2)
+        same = h.contiguous()  # but not here
+        same.add_(0.5)
+        self.seen[0] = h.detach().mean()
+        spread = h.var(1, keepdim=True) + h.std(dim=(2, 3), unbiased=False, keepdim=True)
+        mask = (h.mean(1, keepdim=True) > 0).type_as(h)
+        moved = h.movedim(1, -1).to(torch.float32).to(h.dtype)
+        return (turned + dense + moved) * mask.mean() / (1 + spread.movedim(1, 3)) + copied.mean()
+
+
 class Pieces(nn.Module):
     """chunk, split, stack, slice, select, repeat, roll, flip."""
 
@@ -337,6 +361,7 @@ IDIOMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "shared": (Shared, IMAGE),
     "two_heads": (TwoHeads, IMAGE),
     "in_place": (InPlace, IMAGE),
+    "aliases": (Aliases, IMAGE),
     "pieces": (Pieces, (2, 3, 8, 9)),
     "self_attention": (SelfAttention, (2, 3, 5, 4)),
     "matrix_head": (MatrixHead, IMAGE),

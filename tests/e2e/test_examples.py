@@ -73,6 +73,6 @@ def test_the_readme_trains_and_saves_an_ordinary_state_dict(tmp_path: Path) -> N
     script = tmp_path / "train.py"
     script.write_text(code)
     output = torchrun(script, 4, tmp_path)
-    assert output.count("(1, 1, 16, 32, 32)") == 12
+    assert output.count("slab (1, 1, 16, 32, 32)") == 3
     model = unet3d(width=0.25)
     model.load_state_dict(torch.load(tmp_path / "unet.pt", weights_only=True))

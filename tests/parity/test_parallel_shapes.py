@@ -145,9 +145,20 @@ def test_a_frozen_norm_keeps_its_statistics_while_the_rest_trains(plan: str) -> 
     ranks(4, one_frozen_norm, graph(), plan)
 
 
+class Guarded(Small):
+    """Small, of which one layer never learns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.stem(x)
+        x = F.relu(self.down(self.norm(self.conv(x))))
+        out: Tensor = self.head(F.interpolate(x, scale_factor=2.0, mode="bilinear").mean((2, 3)))
+        return out
+
+
 def without_gradients(mesh: Mesh, graph: Graph, plan: str) -> None:
     """The first pass of a shape must not leave its modes to later ones."""
-    serial, model = build(Small), split(mesh, build(Small), graph, plan)
+    serial, model = build(Guarded), split(mesh, build(Guarded), graph, plan)
     for size, mode in ((5, torch.no_grad), (6, torch.inference_mode)):
         x, t = draw(size, *SHAPE[1:]), classes(5, size)
         for training in (False, True):
@@ -170,7 +181,7 @@ def without_gradients(mesh: Mesh, graph: Graph, plan: str) -> None:
 
 @pytest.mark.parametrize("plan", ["n2 h2", "c2 f2"])
 def test_no_grad_and_inference_mode(plan: str) -> None:
-    ranks(4, without_gradients, graph(), plan)
+    ranks(4, without_gradients, captured(Guarded, SHAPE, F.cross_entropy), plan)
 
 
 class Shared(nn.Module):
@@ -232,10 +243,8 @@ class Mixed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = F.avg_pool3d(F.relu(self.norm(self.first(x))), 2)
         x = self.up(F.relu(self.last(x)))
-        x = (
-            F.max_pool3d(x, 2)
-            + F.interpolate(F.avg_pool3d(x, 4), size=x.shape[2:])[..., ::2, ::2, ::2]
-        )
+        half = [extent // 2 for extent in x.shape[2:]]
+        x = F.max_pool3d(x, 2) * F.interpolate(F.avg_pool3d(x, 4), size=half)
         out: Tensor = self.head(x.mean((2, 3, 4)))
         return out
 
@@ -257,17 +266,14 @@ class Kinds(torch.overrides.TorchFunctionMode):
 def cast(mesh: Mesh, graph: Graph, plan: str, recompute: tuple[str, ...]) -> None:
     """Autocast costs as much precision as it does on one device, and no more."""
     exact, serial = build(Mixed, torch.float32), build(Mixed, torch.float32)
-    model = split(
-        mesh,
-        build(Mixed, torch.float32),
-        graph,
-        Plan.uniform(graph, plan, recompute=recompute),
-    )
+    uniform = Plan.uniform(graph, plan, recompute=recompute)
+    whole = split(mesh, build(Mixed, torch.float32), graph, uniform)
+    model = whole.at(VOLUME)
     x = draw(*VOLUME, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        rough = serial(x)
+        rough, slab = serial(x), model.scatter(x)
         with Kinds() as kinds:
-            found = model.gather(model(model.scatter(x)))
+            found = model.gather(model(slab))
     assert {name for name, _ in kinds.seen} >= {"conv3d", "linear"}
     assert {dtype for _, dtype in kinds.seen} == {torch.bfloat16}
     assert found.dtype == rough.dtype
@@ -275,7 +281,7 @@ def cast(mesh: Mesh, graph: Graph, plan: str, recompute: tuple[str, ...]) -> Non
     assert_close(found, fine, "output", tolerance=2 * error(rough, fine) + 1e-2)
     for output in (fine, rough, found):
         output.float().square().sum().backward()
-    grads = whole_grads(model)
+    grads = whole_grads(whole)
     largest = max(p.grad.abs().max().item() for p in exact.parameters())  # type: ignore[union-attr]
     for name, parameter in exact.named_parameters():
         expected, found, rough = parameter.grad, grads[name], serial.get_parameter(name).grad
@@ -297,4 +303,4 @@ def test_autocast_to_bfloat16(plan: str) -> None:
 @pytest.mark.parametrize("recompute", [(), ("*",)])
 def test_autocast_with_empty_slabs(recompute: tuple[str, ...]) -> None:
     """Ranks without a slab bring the dtype that their peers bring."""
-    ranks(8, cast, captured(Mixed, VOLUME, None, torch.float32), "d8", recompute)
+    ranks(8, cast, captured(Mixed, (2, 2, 32, 6, 8), None, torch.float32), "d8", recompute)

@@ -20,9 +20,9 @@ from tilewise.cli.data_make import make
 from tilewise.cli.naming import InputError, parse_plan
 from tilewise.data import open_source
 from tilewise.data.amplification import size_text
+from tilewise.data.arguments import AMPLIFIED
 from tilewise.data.check import Finding, check_source, notes, open_for_check
 from tilewise.data.inspection import FieldFacts, ReadCost, field_facts, read_plan
-from tilewise.data.loading import AMPLIFIED
 from tilewise.errors import DataError
 from tilewise.layout import Degrees
 from tilewise.plan import Plan

@@ -24,8 +24,10 @@ def make(
     seed: Annotated[int, typer.Option(help="the same seed gives the same bytes")] = 0,
     format: Annotated[str, typer.Option(help=", ".join(FORMATS))] = "hdf5",
     files: Annotated[str, typer.Option(help=f"{', '.join(FILES)}: hdf5 files a sample")] = "one",
-    workers: Annotated[int, typer.Option(min=0, help="processes; 0 is one a core")] = 0,
-    overwrite: Annotated[bool, typer.Option(help="replace what is in the folder")] = False,
+    workers: Annotated[
+        int, typer.Option(min=0, help="processes; 0 is as many as are worth it")
+    ] = 0,
+    overwrite: Annotated[bool, typer.Option(help="replace the set in the folder")] = False,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Make a set of KIND in the folder OUT, offline and reproducible."""
@@ -71,6 +73,8 @@ def _show(summary: dict[str, Any]) -> None:
         f"in {summary['seconds']:.1f} s"
     )
     scores = dict(summary["baseline"])
+    if len(scores.get("shares", ())) > 3:
+        del scores["shares"]
     console.print(f"baseline ({scores.pop('predictor')}): {_scores(scores)}", highlight=False)
 
 

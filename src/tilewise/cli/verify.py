@@ -16,6 +16,7 @@ from rich.table import Table
 from tilewise.cli.naming import InputError, build_model, parse_dtype, parse_plan, parse_shape
 from tilewise.comm import Mesh
 from tilewise.graph import as_plan, capture
+from tilewise.layout import Degrees
 from tilewise.testing.ranks import Pool, RanksError
 from tilewise.testing.verify import LOSSES, Result
 from tilewise.testing.verify import verify as compare
@@ -44,7 +45,9 @@ def verify(
             dtype, seed)  # fmt: skip
     _dry_run(task, ranks)
     console = Console(stderr=True)
-    with console.status(f"training {model} on one device and on {ranks} ranks …"):
+    if not json_:
+        console.print(f"training {model} on one device and on {ranks} ranks …")
+    with console.status("running"):
         pool = Pool(ranks, backend=backend, timeout=LIMIT)
         try:
             result: Result = pool.run(tuple(range(ranks)), run, task, LIMIT)[0]
@@ -70,6 +73,9 @@ def _check_options(loss: str, backend: str) -> None:
 def _dry_run(task: tuple[Any, ...], ranks: int) -> None:
     """Find bad input before any rank is started."""
     name, arguments, shapes, plan, _, _, dtype, seed = task
+    for degrees in plan.values() if isinstance(plan, dict) else [plan]:
+        if isinstance(degrees, str):
+            Degrees.parse(degrees)
     model = build_model(name, arguments, parse_dtype(dtype), seed)
     inputs = [torch.empty(shape, dtype=parse_dtype(dtype), device="meta") for shape in shapes]
     graph = capture(model, tuple(inputs))
