@@ -1,8 +1,9 @@
 """Data: every rank reads its own slab, once."""
 
 from tilewise.data.augment import Crop, Flip, Noise, Roll, Scale, Shift, Transpose
+from tilewise.data.batch import Batch
 from tilewise.data.hdf5 import Hdf5Source
-from tilewise.data.loading import Batch, Loader, loader
+from tilewise.data.loading import Loader, loader
 from tilewise.data.nifti import NiftiSource
 from tilewise.data.npy import NpySource
 from tilewise.data.open import open_source

@@ -2,56 +2,31 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from tilewise.comm import Mesh
-from tilewise.data.amplification import amplification, whole_note
+from tilewise.data.arguments import (
+    agree_to_open,
+    as_source,
+    field_names,
+    make_feeds,
+    note_costs,
+)
 from tilewise.data.augmentation import Augment, Augmentation
-from tilewise.data.feed import Feed
+from tilewise.data.batch import Batch
 from tilewise.data.making import Made, Maker
-from tilewise.data.open import open_source
 from tilewise.data.order import Order
 from tilewise.data.source import Source
 from tilewise.data.store import Store
 from tilewise.data.stream import Stream
 from tilewise.data.summary import Summary
-from tilewise.data.transform import TransformLike, as_transforms
-from tilewise.data.whole import WholeSamples
-from tilewise.errors import DataError, MismatchError, TilewiseError
+from tilewise.data.transform import TransformLike
+from tilewise.errors import DataError, TilewiseError
 from tilewise.layout import Cover, Layout
 
 FORMAT = 1
-AMPLIFIED = 2.0
-
-
-@dataclass(frozen=True)
-class Batch:
-    """This rank's slabs of a global batch, one tensor for each field.
-
-    Attributes:
-        tensors: the slabs, in the order of the layouts; iterating gives them.
-        size: the global batch, to be passed on as `batch=`; the last one may be smaller.
-        samples: the numbers of the samples in it.
-    """
-
-    tensors: tuple[Tensor, ...]
-    size: int
-    samples: tuple[int, ...]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-    def __getitem__(self, number: int) -> Tensor:
-        return self.tensors[number]
 
 
 class Loader:
@@ -113,18 +88,21 @@ class Loader:
         self._stream: Stream | None = None
         failure: TilewiseError | None = None
         try:
-            self.source = _as_source(data)
-            names = _names(self.source, self.layouts, fields, self.mesh.size)
+            self.source = as_source(data)
+            names = field_names(self.source, self.layouts, fields, self.mesh.size)
             chosen = {field: self.source.fields[field] for field in names}
             self.augmentation = Augmentation(augment, chosen, seed=seed, concerned=augment_fields)
-            self.feeds = self._feeds(names, transforms or {})
+            self.feeds = make_feeds(
+                self.source, names, self.layouts, transforms or {}, self.augmentation
+            )
             size = self.layouts[0].shape[0] if batch is None else batch
             self.order = Order(len(self.source), size, seed, shuffle, drop_last)
-            if prefetch < 0:
-                raise DataError(f"data: prefetch (={prefetch}) must not be negative")
+            for what, value in (("prefetch", prefetch), ("store_bytes", store_bytes or 0)):
+                if value < 0:
+                    raise DataError(f"data: {what} (={value}) must not be negative")
         except TilewiseError as error:
             failure = error
-        _agree(self.mesh, name, failure)
+        agree_to_open(self.mesh, name, failure)
         self.mesh.agree(name, (self.order, chosen, self.layouts, store_bytes, augment))
         self.store = None
         if store_bytes is not None:
@@ -132,41 +110,7 @@ class Loader:
         self._maker = Maker(
             self.source, self.feeds, self.augmentation, self.mesh, store=self.store, finite=finite
         )
-        self._note_costs()
-
-    def _feeds(
-        self,
-        names: Sequence[str],
-        transforms: Mapping[str, TransformLike | Sequence[TransformLike]],
-    ) -> list[Feed]:
-        unknown = [field for field in transforms if field not in names]
-        if unknown:
-            raise DataError(f"data: transforms for {unknown[0]!r}, the fields are {list(names)}")
-        return [
-            Feed(
-                number,
-                field,
-                self.source.fields[field],
-                layout,
-                as_transforms(transforms.get(field)),
-                self.augmentation,
-            )
-            for number, (field, layout) in enumerate(zip(names, self.layouts))
-        ]
-
-    def _note_costs(self) -> None:
-        """Warn where a rank reads much more than its slabs."""
-        factor = amplification(self.source, self.feeds, self.mesh.rank)
-        if isinstance(self.source, WholeSamples):
-            if factor > 1:
-                warnings.warn(whole_note(self.source, self.name, factor), stacklevel=4)
-        elif factor > AMPLIFIED:
-            warnings.warn(
-                f"{self.name}: reading this rank's slabs goes through {factor:.1f} times their "
-                "bytes, because of how the files are laid out; `tilewise data inspect` shows which "
-                "plan or which chunks would fit",
-                stacklevel=4,
-            )
+        note_costs(self.source, self.feeds, self.mesh.rank, name)
 
     # -- iterating -------------------------------------------------------------------------
 
@@ -298,46 +242,3 @@ def loader(
 ) -> Loader:
     """Make a Loader; its docstring lists the options."""
     return Loader(data, layouts, **options)
-
-
-def _as_source(data: Any) -> Source:
-    if isinstance(data, Source):
-        return data
-    if isinstance(data, (str, Path)):
-        return open_source(data)
-    return WholeSamples(data)
-
-
-def _names(
-    source: Source,
-    layouts: Sequence[Layout | Cover],
-    given: Sequence[str] | None,
-    ranks: int,
-) -> list[str]:
-    names = list(source.fields) if given is None else list(given)
-    missing = [name for name in names if name not in source.fields]
-    if missing:
-        raise DataError(f"data: no field {missing[0]!r}; the source has {list(source.fields)}")
-    if len(names) != len(layouts) or not names:
-        raise DataError(
-            f"data: {len(layouts)} layouts for the fields {names}; there must be one for each, in "
-            "order; say fields= to choose some"
-        )
-    for name, layout in zip(names, layouts):
-        if layout.ranks != ranks:
-            raise DataError(
-                f"data: the layout of {name!r} is for {layout.ranks} ranks, the mesh has {ranks}"
-            )
-        if not layout.shape:
-            raise DataError(f"data: the layout of {name!r} is a scalar's, without a batch")
-    return names
-
-
-def _agree(mesh: Mesh, name: str, failure: TilewiseError | None) -> None:
-    """Raise on all ranks what failed on one; on one rank alone, the error itself."""
-    if mesh.size == 1 and failure is not None:
-        raise failure
-    try:
-        mesh.agree(name, error=None if failure is None else str(failure))
-    except MismatchError as error:
-        raise DataError(str(error)) from failure

@@ -82,7 +82,7 @@ class Stream:
             for number in self._numbers:
                 self._slots.acquire()
                 stopping = self._stopping
-                made = self._make(number, stopping)
+                made = self._made(number, stopping)
                 if not self._agreed(made, stopping):
                     return
                 self._accept(made)
@@ -91,6 +91,15 @@ class Stream:
             self._ready.put(None)
         except BaseException as error:
             self._ready.put(error)
+
+    def _made(self, number: int, stopping: bool) -> Made:
+        """Make a batch; what nobody foresaw is still told to all ranks, as far as they can hear."""
+        try:
+            return self._make(number, stopping)
+        except CommError:
+            raise
+        except Exception as error:
+            return Made(number, [], error=f"data: {error!r}")
 
     def _agreed(self, made: Made, stopping: bool) -> bool:
         """Tell the other ranks how it went; raise on all of them where it failed on one."""

@@ -13,9 +13,10 @@ drawn at random, moved inward where it would reach over its part's border.
 front third, y ≥ 156, of which the others show nothing (y < 156). Front to back, because the
 template is symmetric: left is the mirror image of right.
 
-**Baseline.** All background: accuracy 0.44 at size 64, Dice 0 for grey and white. The template is an
-average of many heads without noise, so that brightness tells most: two thresholds on x alone, tuned
-on the samples that are not held out, reach Dice 0.97 (grey) and 0.98 (white) on those that are.
+**Baseline.** All background: accuracy 0.44 at size 64, Dice 0 for grey and white. The template is
+the average of many heads and has little noise, so brightness tells most: two thresholds on x alone,
+tuned on the samples that are not held out, reach Dice 0.97 (grey) and 0.98 (white) on those that
+are.
 """
 
 from __future__ import annotations

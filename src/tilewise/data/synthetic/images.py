@@ -30,7 +30,7 @@ from tilewise.data.write import Array, Field
 SMALLEST = 16
 LOBES = (0, 2, 3, 4, 6)
 PATTERNS = ("stripes", "checks")
-CLASSES = tuple(f"{lobes} lobes, {pattern}" for lobes in LOBES for pattern in PATTERNS)
+CLASSES = tuple(f"{lobes}-lobed {pattern}" for lobes in LOBES for pattern in PATTERNS)
 DEPTH = 0.4
 GROUND = 0.5
 NOISE = 10.0
