@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from idioms import IDIOMS
 
+from idioms import IDIOMS
 from tilewise import Degrees, Graph, Mesh, capture
 from tilewise.testing import ranks
 from tilewise.testing.verify import LOSSES, Result, draw_targets, verify

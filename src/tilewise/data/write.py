@@ -95,14 +95,8 @@ def describe(folder: Path, description: Mapping[str, Any]) -> None:
 
 
 def chunk(field: Field) -> tuple[int, ...]:
-    """Return the extents of a Zarr chunk of one sample: whole channels, cubes of 32 in space.
-
-    The first of four or three dims counts channels when it is the smallest.
-    """
-    edges = [min(extent, CHUNK) for extent in field.shape]
-    if field.shape and field.shape[0] == min(field.shape):
-        edges[0] = field.shape[0]
-    return tuple(max(edge, 1) for edge in edges)
+    """Return the extents of a Zarr chunk of one sample: at most 32 along each dim."""
+    return tuple(min(extent, CHUNK) for extent in field.shape)
 
 
 @dataclass(frozen=True)
@@ -123,7 +117,7 @@ class _FlatWriter:
             array = _checked(name, sample, place.field, index)
             with open(place.path, "r+b") as file:
                 file.seek(place.offset + index * place.field.nbytes)
-                file.write(array.tobytes() if array.ndim == 0 else array.data)
+                file.write(array.data)
 
 
 @dataclass(frozen=True)
