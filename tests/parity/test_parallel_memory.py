@@ -218,12 +218,13 @@ class Written(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv(x)
         shifted = x + 1.0
-        out: Tensor = shifted * F.relu(self.drop(F.relu(x, inplace=True) - 0.1), inplace=True)
+        flat = torch.flatten(self.drop(F.relu(x, inplace=True) - 0.1), 2)
+        out: Tensor = shifted.flatten(2) * F.relu(flat, inplace=True)
         return out
 
 
 def write(mesh: Mesh, graph: Graph) -> None:
-    plan = Plan.uniform(graph, "h2", recompute=("#add", "drop"))
+    plan = Plan.uniform(graph, "h2", recompute=("#add", "#flatten", "drop"))
     serial, model = build(Written).eval(), split(mesh, build(Written), graph, plan).eval()
     x = draw(4, 3, 9, 8)
     found, expected = model.gather(model(model.scatter(x))), serial(x)
@@ -235,6 +236,36 @@ def write(mesh: Mesh, graph: Graph) -> None:
 
 def test_layers_beside_recomputed_ones_may_write_in_place() -> None:
     ranks(2, write, captured(Written, (4, 3, 9, 8)))
+
+
+class Fork(nn.Module):
+    """Two layers that need the same halo."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.fork = nn.ModuleDict({side: nn.Conv2d(8, 8, 3, padding=1) for side in ("a", "b")})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        out: Tensor = self.fork["a"](x) * self.fork["b"](x)
+        return out
+
+
+def share(mesh: Mesh, graph: Graph) -> None:
+    plan = Plan.uniform(graph, "h2", recompute=("fork*",))
+    serial, model = build(Fork), split(mesh, build(Fork), graph, plan)
+    x = draw(4, 3, 9, 8)
+    with Saved(model) as saved:
+        y = model(model.scatter(x))
+    assert max(saved.sizes.values()) == y.numel()  # and not some rows more
+    model.mean(y.square()).backward()
+    serial(x).square().mean().backward()
+    assert_grads(model, serial)
+
+
+def test_what_moves_for_recomputed_layers_moves_again() -> None:
+    ranks(2, share, captured(Fork, (4, 3, 9, 8)))
 
 
 def no_gradient(mesh: Mesh, graph: Graph) -> None:
