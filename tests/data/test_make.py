@@ -228,6 +228,13 @@ def test_zarr_chunks_cut_space() -> None:
     assert chunk(Field((), "int64")) == ()
 
 
+def test_zarr_chunks_of_zeros_are_written_too(tmp_path: Path) -> None:
+    writer = lay_out(tmp_path, {"x": Field((40, 2), "float32")}, 1, format="zarr")
+    writer.write(0, {"x": np.zeros((40, 2), np.float32)})
+    chunks = [path for path in (tmp_path / "data.zarr" / "x" / "c").rglob("*") if path.is_file()]
+    assert len(chunks) == 2
+
+
 # The command
 
 

@@ -83,7 +83,6 @@ def lay_out(
             chunks=(1, *chunk(field)),
             dtype=field.dtype,
             compressors=None,
-            config={"write_empty_chunks": True},
         )
     return _ZarrWriter(folder / "data.zarr", dict(fields))
 
@@ -137,10 +136,12 @@ class _ZarrWriter:
     fields: dict[str, Field]
 
     def write(self, index: int, sample: Mapping[str, Array]) -> None:
-        group = zarr.open_group(self.path, mode="r+")
-        for name, field in self.fields.items():
-            into: Any = group[name]
-            into[index] = _checked(name, sample, field, index)
+        # A chunk of zeros is written too, so that one that is missing is an error.
+        with zarr.config.set({"array.write_empty_chunks": True}):
+            group = zarr.open_group(self.path, mode="r+")
+            for name, field in self.fields.items():
+                into: Any = group[name]
+                into[index] = _checked(name, sample, field, index)
 
 
 def _checked(name: str, sample: Mapping[str, Array], field: Field, index: int) -> Array:

@@ -79,7 +79,7 @@ def crop(size: int, seed: int, index: int) -> tuple[slice, ...]:
 def template() -> tuple[Array, Array]:
     """Return the whole image and its labels, from the files that nilearn brings."""
     try:
-        from nilearn import datasets  # type: ignore[import-untyped]
+        from nilearn import datasets
     except ImportError as error:
         raise DataError(
             "brain: the MNI152 template comes with nilearn, which is not installed; "
@@ -115,7 +115,7 @@ def tally(y: Array) -> Array:
 
 
 def baseline(tallies: Array) -> dict[str, Any]:
-    """Score the predictor that calls every voxel background."""
+    """Score the predictor that gives every voxel the commonest class."""
     return constant_class(tallies, CLASSES)
 
 
