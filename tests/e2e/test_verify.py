@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tilewise.cli import main
+
 COMMAND = [sys.executable, "-m", "tilewise", "verify"]
 NET = """
 import torch
@@ -81,10 +83,19 @@ def test_people_get_a_table_and_are_told_of_fallbacks(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_clear_line(
-    arguments: tuple[str, ...], message: str, tmp_path: Path
+    arguments: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    ran = verify(*arguments, folder=tmp_path)
-    assert ran.returncode == 2, (ran.stdout, ran.stderr)
-    assert message in ran.stderr
-    assert "Traceback" not in ran.stderr
-    assert len(ran.stderr.strip().splitlines()) == 1
+    (tmp_path / "net.py").write_text(NET)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tilewise", "verify", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    errors = capfd.readouterr().err
+    assert ended.value.code == 2, errors
+    assert message in errors
+    assert "Traceback" not in errors
+    assert len(errors.strip().splitlines()) == 1

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import failing_models
 from tilewise import Mesh, ParallelModel
 from tilewise.errors import MismatchError
 from tilewise.graph import Graph
@@ -29,6 +26,7 @@ from twins import (
     draw,
     split,
 )
+from worlds import meet
 
 SHAPE = (4, 3, 9, 8)
 
@@ -254,8 +252,6 @@ def test_plans_must_be_the_same_on_all_ranks() -> None:
 
 # -- ranks that fail ------------------------------------------------------------------------------
 
-SCRIPT = Path(__file__).with_name("failing_models.py")
-TIMEOUT = 2.0
 FAILURES = {
     "forward": "no answer from rank 1",
     "backward": "no answer from rank 1",
@@ -267,39 +263,15 @@ FAILURES = {
 
 
 @pytest.fixture(scope="module")
-def met(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Run each failure in a world of its own with a short timeout, all at the same time."""
-    folder = tmp_path_factory.mktemp("ranks")
-    worlds = {
-        name: [
-            subprocess.Popen(
-                [sys.executable, str(SCRIPT), str(rank), str(folder / name), name],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in (0, 1)
-        ]
-        for name in FAILURES
-    }
-    found = {}
-    try:
-        for name, world in worlds.items():
-            out, errors = world[0].communicate(timeout=90)
-            assert out.strip(), errors
-            found[name] = json.loads(out.strip().splitlines()[-1])
-    finally:
-        for process in (process for world in worlds.values() for process in world):
-            process.kill()
-            process.communicate()
-    return found
+def met(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    scenarios = [getattr(failing_models, name) for name in FAILURES]
+    return meet(scenarios, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_an_exception_on_one_rank_is_an_error_on_the_others(
-    failure: str, met: dict[str, Any]
+    failure: str, met: dict[str, str]
 ) -> None:
-    text, seconds = met[failure]
+    text = met[failure]
     assert text.startswith("CommError"), text
     assert FAILURES[failure] in text
-    assert seconds < 6 * TIMEOUT

@@ -35,15 +35,20 @@ class Mesh:
     """Ranks 0 … size−1 over process groups of their own.
 
     Nothing that others send, be it another mesh or the user's own messages in the world's group,
-    can meet this mesh's messages. The groups have the timeout that init_process_group was given.
+    can meet this mesh's messages.
 
     Args:
         ranks: the world's ranks that take part, in mesh order; all of them by default. Every rank
             named here must build the mesh, and no other rank needs to.
+        timeout: how long to wait for a peer before an error; what init_process_group was given by
+            default.
     """
 
-    def __init__(self, ranks: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, ranks: Sequence[int] | None = None, *, timeout: timedelta | None = None
+    ) -> None:
         self.trace = Trace()
+        self._timeout = timeout
         self._groups: dict[tuple[int, ...], Group] = {}
         self._next_tag = 0
         if not dist.is_available() or not dist.is_initialized():
@@ -163,7 +168,10 @@ class Mesh:
         world_ranks = [self.world_ranks[rank] for rank in ranks]
         with self._named("open", "mesh", ranks), _names_by_members():
             return dist.new_group(
-                world_ranks, timeout=_timeout(), use_local_synchronization=True, **_KEEP_ORDER
+                world_ranks,
+                timeout=self._timeout or _timeout(),
+                use_local_synchronization=True,
+                **_KEEP_ORDER,
             )
 
     @contextmanager

@@ -23,6 +23,7 @@ from typing import Any
 from tilewise.errors import TilewiseError
 
 POOL_SIZE = 8
+PRELOAD = ["tilewise", "torch.distributed"]  # once, for all processes
 
 
 class RanksError(AssertionError):
@@ -49,7 +50,7 @@ class Pool:
 
     def __init__(self, size: int, *, backend: str = "gloo", timeout: float = 60.0) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "tilewise.comm"])
+        context.set_forkserver_preload(PRELOAD)
         self.size = size
         self.store = tempfile.mkdtemp(prefix="tilewise-ranks-")
         self.pipes: list[Any] = []

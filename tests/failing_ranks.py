@@ -1,25 +1,15 @@
-"""One rank of a small world in which rank 1 does not do its part; prints what rank 0 meets.
-
-Run as: failing_ranks.py RANK STORE SCENARIO...
-"""
+"""What rank 1 of two fails to do; rank 0 must be told."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-import time
-from collections.abc import Callable
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from tilewise.comm import Exchange, Mesh
-from tilewise.errors import TilewiseError
 from tilewise.layout import PARTIAL, Axes, Axis, Block, Cover, Layout
+from worlds import TIMEOUT
 
-TIMEOUT = 2.0
 SHARED = Layout((4,), [Axis(2, 0)])
 COPIES = Layout.replicated((4,), ranks=2)
 SUMS = Layout((4,), [Axis(2, PARTIAL)])
@@ -58,7 +48,7 @@ def silent_agree(mesh: Mesh) -> None:
 
 def silent_mesh(mesh: Mesh) -> None:
     if mesh.rank == 0:
-        Mesh()
+        Mesh(timeout=TIMEOUT)
 
 
 def another_path(mesh: Mesh) -> None:
@@ -84,31 +74,3 @@ def death_in_sum(mesh: Mesh) -> None:
     if mesh.rank == 1:
         os._exit(0)
     exchange.start(torch.zeros(4)).finish()
-
-
-def main(rank: int, path: str, scenarios: list[Callable[[Mesh], None]]) -> None:
-    store = dist.FileStore(path, 2)
-    limit = timedelta(seconds=TIMEOUT)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
-    store.set_timeout(timedelta(seconds=60))
-    met = {}
-    for number, scenario in enumerate(scenarios):
-        store.set(f"ready/{number}/{rank}", "1")
-        store.wait([f"ready/{number}/{other}" for other in (0, 1)])
-        began = time.monotonic()
-        text = "nothing raised"
-        try:
-            mesh = Mesh()
-            scenario(mesh)
-        except TilewiseError as error:
-            text = f"{type(error).__name__}: {error}"
-        met[scenario.__name__] = (text, time.monotonic() - began)
-        if rank == 1 and text == "nothing raised":
-            store.wait([f"done/{number}"])  # stay silent, but alive
-        store.set(f"done/{number}", "1")
-    print(json.dumps(met), flush=True)
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], [globals()[name] for name in sys.argv[3:]])
