@@ -1,7 +1,7 @@
 """Run a function on local ranks.
 
-A pool of processes is started once and serves meshes of any size up to its own; gloo carries the
-messages. A function is sent by its file and name, so it may live in a test module.
+A pool of processes is started once and serves meshes of any size up to its own. A function is sent
+by its file and name, so it may live in a test module.
 """
 
 from __future__ import annotations
@@ -9,18 +9,23 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import multiprocessing
+import os
+import shutil
+import socket
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tilewise.errors import TilewiseError
+from tilewise.errors import CommError, TilewiseError
 
 POOL_SIZE = 8
 PRELOAD = ["tilewise", "torch.distributed"]  # once, for all processes
@@ -45,25 +50,53 @@ def ranks(
 class Pool:
     """Local processes that form one torch.distributed world and wait for work.
 
-    `timeout` is how long a rank waits for another one's message, in seconds.
+    `timeout` is how long a rank waits for another one's message, in seconds. The backend `mpi` is
+    tilewise's own over mpi4py; its ranks are started by mpiexec.
     """
 
     def __init__(self, size: int, *, backend: str = "gloo", timeout: float = 60.0) -> None:
+        self.size = size
+        self.folder = tempfile.mkdtemp(prefix="tilewise-ranks-")
+        self.timeout = timeout
+        self.pipes: list[Any] = []
+        self.processes: list[Any] = []
+        if backend == "mpi":
+            self._start_by_mpiexec()
+        else:
+            self._fork(backend)
+
+    def _fork(self, backend: str) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        self.size = size
-        self.store = tempfile.mkdtemp(prefix="tilewise-ranks-")
-        self.pipes: list[Any] = []
-        self.processes = []
-        for rank in range(size):
+        for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, size, self.store, theirs, backend, timeout), daemon=True
-            )
+            join = (backend, self.folder, rank, self.size, self.timeout)
+            process = context.Process(target=_serve, args=(theirs, join), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
+
+    def _start_by_mpiexec(self) -> None:
+        address = str(Path(self.folder) / "socket")
+        code = (
+            f"from tilewise.testing.ranks import serve_mpi; serve_mpi({address!r}, {self.timeout})"
+        )
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen(self.size)
+            listener.settimeout(0.5)
+            command = [_mpiexec(), "-n", str(self.size), sys.executable, "-c", code]
+            launcher = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+            self.processes.append(_Launched(launcher))
+            found: dict[int, Connection] = {}
+            while len(found) < self.size:
+                if launcher.poll() is not None:
+                    raise RanksError(f"{command[0]} ended with code {launcher.returncode}")
+                with suppress(TimeoutError):
+                    pipe = Connection(listener.accept()[0].detach())
+                    found[pipe.recv()] = pipe
+        self.pipes = [found[rank] for rank in range(self.size)]
 
     def run(
         self,
@@ -106,6 +139,8 @@ class Pool:
 
     def close(self) -> None:
         """End the processes."""
+        for pipe in self.pipes:
+            pipe.close()
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -127,24 +162,59 @@ def _close_pools() -> None:
         pool.close()
 
 
-def _serve(
-    rank: int, size: int, store: str, pipe: Connection, backend: str, timeout: float
-) -> None:
+class _Launched:
+    """A launcher that takes its ranks with it when it ends."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+
+    def kill(self) -> None:
+        """Give the ranks, which were told to end, a moment to do so."""
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.terminate()
+
+    def join(self) -> None:
+        self.process.wait()
+
+
+def _mpiexec() -> str:
+    """Return the launcher that came with the MPI wheel, or else the system's."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None:
+        raise CommError(
+            "backend mpi: there is no mpiexec; pip install 'tilewise[mpi]' brings one, or load "
+            "your system's MPI"
+        )
+    return found
+
+
+def serve_mpi(address: str, timeout: float) -> None:
+    """Be one rank of a pool that mpiexec started."""
+    import tilewise.comm.mpi
+
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    pipe = Connection(connection.detach())
+    pipe.send(int(os.environ["RANK"]))
+    _serve(pipe, (tilewise.comm.mpi.NAME, None, None, None, timeout))
+
+
+def _serve(pipe: Connection, join: tuple[Any, ...]) -> None:
     import torch
     import torch.distributed as dist
 
     from tilewise.comm import Mesh
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        backend,
-        store=torch.distributed.FileStore(  # type: ignore[attr-defined]
-            str(Path(store) / "store"), size
-        ),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout),
-    )
+    backend, folder, rank, size, timeout = join
+    options: dict[str, Any] = {"timeout": timedelta(seconds=timeout)}
+    if folder is not None:
+        store = dist.FileStore(str(Path(folder) / "store"), size)  # type: ignore[attr-defined]
+        options |= {"store": store, "rank": rank, "world_size": size}
+    dist.init_process_group(backend, **options)
     meshes: dict[tuple[int, ...], Mesh] = {}
     modules: dict[str, ModuleType] = {}
     while True:
