@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from drawing import WORLDS, degrees, layouts
 from tilewise.comm import Chain, Mesh
 from tilewise.errors import LayoutError, OperatorError
 from tilewise.layout import Degrees, Layout, Window
+from tilewise.ops import conv_run
 from tilewise.ops.conv import ConvSpec, conv
+from tilewise.ops.conv_local import Way, Ways
 from tilewise.testing import assert_matches_serial, ranks
 
 Case = dict[str, Any]
@@ -61,13 +64,15 @@ def check(mesh: Mesh, case: Case) -> None:
     others = case.get("others") or [
         Layout.replicated(tensor.shape, ranks=mesh.size) for tensor in whole[1:]
     ]
-    assert_matches_serial(
-        mesh,
-        operation,
-        lambda *tensors: serial(*tensors, **case["arguments"]),
-        whole,
-        [x, *others],
-    )
+    ways = Ways(*(Way(*way) for way in case.get("ways", [(False, False)] * 3)))
+    with mock.patch.object(conv_run, "choose", lambda *_: ways):
+        assert_matches_serial(
+            mesh,
+            operation,
+            lambda *tensors: serial(*tensors, **case["arguments"]),
+            whole,
+            [x, *others],
+        )
 
 
 @st.composite
@@ -129,8 +134,42 @@ def cases(draw: st.DrawFn, *, transposed: bool = False) -> tuple[int, Case]:
         "degrees": str(draw(degrees(world, "ncf" + "dhw"[3 - ndim :]))),
         "others": [draw(layouts(shape, world)) for shape in shapes],
         "last": draw(st.booleans()),
+        "ways": [draw(st.tuples(st.booleans(), st.booleans())) for _ in range(3)],
         "seed": draw(st.integers(0, 3)),
     }
+
+
+@st.composite
+def patchable(draw: st.DrawFn) -> tuple[int, Case]:
+    """Draw a convolution of stride 1 that keeps the extents, on slabs as wide as its halo."""
+    ndim = draw(st.integers(1, 3))
+    world = draw(st.sampled_from([2, 3, 4, 6, 8]))
+    split = draw(degrees(world, "n" + "dhw"[3 - ndim :]))
+    kernel = [draw(st.sampled_from([1, 3, 5])) for _ in range(ndim)]
+    dilation = [draw(st.integers(1, 2)) for _ in range(ndim)]
+    halos = [d * (k - 1) // 2 for k, d in zip(kernel, dilation)]
+    parts = [getattr(split, name) for name in "dhw"[3 - ndim :]]
+    space = [p * max(h, 1) + draw(st.integers(0, 3)) for p, h in zip(parts, halos)]
+    groups = draw(st.sampled_from([1, 1, 2]))
+    inputs, outputs = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    x = (draw(st.integers(1, 2)), inputs * groups, *space)
+    return world, {
+        "x": x,
+        "weight": (outputs * groups, inputs, *kernel),
+        "arguments": {"padding": halos, "dilation": dilation, "groups": groups},
+        "bias": draw(st.booleans()),
+        "layout": Layout.of(x, "nc" + "dhw"[3 - ndim :], split, ranks=world),
+        "degrees": str(split),
+        "last": draw(st.booleans()),
+        "ways": [(True, draw(st.booleans())) for _ in range(3)],
+    }
+
+
+@settings(max_examples=100, deadline=None)
+@given(patchable())
+def test_convolutions_patched_with_their_halo(drawn: tuple[int, Case]) -> None:
+    world, case = drawn
+    ranks(world, check, case)
 
 
 @settings(max_examples=200, deadline=None)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewise.comm.chain import Chain
+from tilewise.comm.frame import Box, Frame, overlap
 from tilewise.comm.mesh import Group, Mesh
 from tilewise.errors import CommError
 from tilewise.layout import Cover, Layout, Message, Move
@@ -48,6 +49,26 @@ class Exchange:
         self.back = _Way(mesh, move.adjoint, f"{layer} (backward)", 0.0)
 
     @property
+    def core(self) -> Box | None:
+        """Where this rank's slab lies in the target, if it lies there whole and is its alone.
+
+        Its gradient then concerns nobody else, and only what surrounds it travels.
+        """
+        mine = [m for m in self.forth.receives if m.peer == self.mesh.rank]
+        if len(mine) != 1 or len(mine[0].transfers) != 1:
+            return None
+        (own,) = mine[0].transfers
+        asked = [transfer.source for message in self.back.sends for transfer in message.transfers]
+        alone = not any(overlap(box, own.target) for box in asked)
+        return own.target if alone and own.shape == self.forth.in_shape else None
+
+    @property
+    def arriving(self) -> list[Box]:
+        """The boxes of the target that come from others."""
+        rank = self.mesh.rank
+        return [t.target for m in self.forth.receives if m.peer != rank for t in m.transfers]
+
+    @property
     def silent(self) -> bool:
         """Whether nothing has to be done in either direction, on any rank."""
         return self.forth.still and self.back.still
@@ -56,8 +77,11 @@ class Exchange:
         """Post all messages of the forward move, outside of autograd."""
         return self.forth.start(tensor)
 
-    def start_adjoint(self, grad: Tensor) -> Pending:
-        """Post all messages of the move back, outside of autograd."""
+    def start_adjoint(self, grad: Tensor | Frame) -> Pending:
+        """Post all messages of the move back, outside of autograd.
+
+        A frame holds only what others get; what this rank keeps is the caller's business.
+        """
         return self.back.start(grad)
 
     def __call__(self, tensor: Tensor, chain: Chain | None = None) -> Tensor:
@@ -132,7 +156,9 @@ class _Way:
             return prod(self.in_shape) if self.group.size > 1 else 0
         return sum(packet.elements for packet in self.sends)
 
-    def start(self, tensor: Tensor) -> Pending:
+    def start(self, tensor: Tensor | Frame) -> Pending:
+        if isinstance(tensor, Frame):
+            return self._post(tensor, tensor.like.new_empty(0))
         if tuple(tensor.shape) != self.in_shape:
             raise CommError(
                 f"exchange of {self.layer}: rank {self.mesh.rank} brings a slab of shape "
@@ -143,21 +169,25 @@ class _Way:
             return Pending(self, tensor)
         if self.group is not None:
             return self._start_sum(tensor, self.group)
-        tag = self.tag * _KINDS + _KIND.get(tensor.dtype, _KINDS - 1)
+        return self._post(tensor, tensor)
+
+    def _post(self, source: Tensor | Frame, like: Tensor) -> Pending:
+        """Start all messages; `like` says of which kind the values are."""
+        tag = self.tag * _KINDS + _KIND.get(like.dtype, _KINDS - 1)
         incoming: list[tuple[Message, Tensor | None, Any]] = []
         for message in self.receives:
             if message.peer == self.mesh.rank:
                 incoming.append((message, None, None))
                 continue
-            buffer = tensor.new_empty(message.elements)
+            buffer = like.new_empty(message.elements)
             work = self.mesh.receive(buffer, message.peer, tag=tag, layer=self.layer)
             incoming.append((message, buffer, work))
         outgoing: list[tuple[Message, Tensor, Any]] = []
         for message in self.sends:
-            buffer = _pack(tensor, message)
+            buffer = _pack(source, message)
             work = self.mesh.send(buffer, message.peer, tag=tag, layer=self.layer)
             outgoing.append((message, buffer, work))
-        return Pending(self, tensor, incoming, outgoing)
+        return Pending(self, like, incoming, outgoing)
 
     def _start_sum(self, tensor: Tensor, group: Group) -> Pending:
         # Ranks may differ in memory format, so all of them sum in the same order of elements.
@@ -195,14 +225,22 @@ class Pending:
         if way.group is not None and self.total is not None:
             way.mesh.finish(self.work, way.group, layer=way.layer)
             return self.total.contiguous(memory_format=_memory_format(self.tensor))
-        return self._collect()
-
-    def _collect(self) -> Tensor:
-        way = self.way
         out = _allocate(self.tensor, way)
+        self._collect(out, own=True)
+        return out.to(self.tensor.dtype)
+
+    def finish_into(self, out: Tensor | Frame) -> None:
+        """Wait for all messages and put or add what others sent to where it belongs in `out`."""
+        self.finished = True
+        self._collect(out, own=False)
+
+    def _collect(self, out: Tensor | Frame, *, own: bool) -> None:
+        way = self.way
         for message, buffer, work in self.incoming:
             if work is not None:
                 way.mesh.wait(work, "receive", peer=message.peer, layer=way.layer)
+            elif not own:
+                continue
             _unpack(out, message, buffer, self.tensor, add=way.adds)
         for message, _, work in self.outgoing:
             way.mesh.wait(work, "send", peer=message.peer, layer=way.layer)
@@ -212,7 +250,6 @@ class Pending:
                 "while it was being sent; finish the exchange first, or start it with a copy"
             )
         self.incoming = self.outgoing = ()
-        return out.to(self.tensor.dtype)
 
 
 # A message's tag carries the dtype: a rank that brings another one than its peer does must not
@@ -269,13 +306,14 @@ def _allocate(like: Tensor, way: _Way) -> Tensor:
     return out
 
 
-def _pack(tensor: Tensor, message: Message) -> Tensor:
-    parts = [tensor[transfer.source].reshape(-1) for transfer in message.transfers]
+def _pack(tensor: Tensor | Frame, message: Message) -> Tensor:
+    read = tensor.read if isinstance(tensor, Frame) else tensor.__getitem__
+    parts = [read(transfer.source).reshape(-1) for transfer in message.transfers]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
 
 def _unpack(
-    out: Tensor, message: Message, buffer: Tensor | None, own: Tensor, *, add: bool
+    out: Tensor | Frame, message: Message, buffer: Tensor | None, own: Tensor, *, add: bool
 ) -> None:
     at = 0
     for transfer in message.transfers:
@@ -284,7 +322,9 @@ def _unpack(
         else:
             part = buffer[at : at + transfer.elements].view(transfer.shape)
             at += transfer.elements
-        if add:
+        if isinstance(out, Frame):
+            out.write(transfer.target, part, add=add)
+        elif add:
             out[transfer.target] += part
         else:
             out[transfer.target] = part

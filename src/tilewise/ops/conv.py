@@ -13,7 +13,8 @@ and need neither.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -32,13 +33,16 @@ from tilewise.layout import (
 )
 from tilewise.layout.cover import Block
 from tilewise.ops.channels import Channels, check_degrees, deal
+from tilewise.ops.conv_local import LocalConv
+from tilewise.ops.conv_run import ConvRun
 from tilewise.ops.conv_spec import ConvSpec
 from tilewise.ops.operation import Need, Operation, tied_zeros
 
 SPACE = "dhw"
-CONVOLUTIONS: dict[bool, dict[int, Any]] = {
-    False: {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d},
-    True: {1: torch.conv_transpose1d, 2: torch.conv_transpose2d, 3: torch.conv_transpose3d},
+TRANSPOSED: dict[int, Callable[..., Tensor]] = {
+    1: torch.conv_transpose1d,
+    2: torch.conv_transpose2d,
+    3: torch.conv_transpose3d,
 }
 
 
@@ -102,15 +106,20 @@ def conv(
         b_axes = axes(0, 0, PARTIAL) if cut.grouped else axes(PARTIAL, 0, PARTIAL)
         needs.append(Need(Cover((filters,), b_axes, (cut.outputs,))))
 
-    local = _Local(
-        spec,
-        out=y_give.local_shape(rank),
-        outputs=y.intervals(rank)[2:],
-        split=tuple(parts > 1 for parts in y.degrees[2:]),
-        with_bias=cut.adds_bias(rank, ranks),
-        groups=cut.local_groups(x_need.local_shape(rank)[1]),
+    out, groups = y_give.local_shape(rank), cut.local_groups(x_need.local_shape(rank)[1])
+    with_bias = cut.adds_bias(rank, ranks)
+    split = [parts > 1 for parts in y.degrees[2:]]
+    if spec.transposed:
+        transposed = _Transposed(spec, out, y.intervals(rank)[2:], split, with_bias, groups)
+        return Operation(tuple(needs), transposed, (y_give,), (y,))
+    padding = tuple(
+        0 if is_split or before != after else before
+        for (before, after), is_split in zip(spec.padding, split)
     )
-    return Operation(tuple(needs), local, (y_give,), (y,))
+    local = LocalConv(spec, padding, out, groups)
+    work = prod(y.shape) * prod(weight[1:]) / ranks
+    fused = partial(ConvRun, local, with_bias=with_bias, work=work)
+    return Operation(tuple(needs), fused, (y_give,), (y,), fused=True)
 
 
 def _input_block(window: Window, extent: int, start: int, stop: int, parts: int) -> Block:
@@ -126,16 +135,15 @@ def _input_block(window: Window, extent: int, start: int, stop: int, parts: int)
     return Block.clipped(first, last, extent)
 
 
-class _Local:
-    """The local convolution of one rank."""
+class _Transposed:
+    """The local transposed convolution of one rank."""
 
     def __init__(
         self,
         spec: ConvSpec,
-        *,
         out: tuple[int, ...],
         outputs: Sequence[tuple[int, int]],
-        split: tuple[bool, ...],
+        split: Sequence[bool],
         with_bias: bool,
         groups: int,
     ) -> None:
@@ -144,11 +152,10 @@ class _Local:
         self.output_padding = [0] * spec.ndim
         self.crops: list[tuple[int, int, int]] = []
         for i, (window, is_split) in enumerate(zip(spec.windows, split)):
-            if not is_split and (spec.transposed or window.before == window.after):
+            if not is_split:
                 self.padding[i] = window.before
-                if spec.transposed:
-                    self.output_padding[i] = spec.output_padding[i]
-            elif spec.transposed:
+                self.output_padding[i] = spec.output_padding[i]
+            else:
                 start, stop = outputs[i]
                 first = max(window.inputs(start, stop)[0], 0)
                 self.crops.append(
@@ -160,30 +167,22 @@ class _Local:
         if not prod(self.out) or not x.numel() or not weight.numel():
             y = tied_zeros(self.out, x, weight, *bias).to(self._dtype(x, weight))
             return y if b is None else y.add_(b.view(-1, *[1] * self.spec.ndim))
-        y = self._convolve(x, weight, None if self.crops else b)
+        # the function that autocast knows; it does not know aten.convolution
+        y = TRANSPOSED[self.spec.ndim](
+            x, weight, None if self.crops else b, self.spec.stride, self.padding,
+            self.output_padding, self.groups, self.spec.dilation,
+        )  # fmt: skip
         if not self.crops:
             return y
         y = _crop(y, self.crops)
         return y if b is None else y.add_(b.view(-1, *[1] * self.spec.ndim))
-
-    def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Call the function that autocast knows; it does not know aten.convolution."""
-        spec = self.spec
-        function = CONVOLUTIONS[spec.transposed][spec.ndim]
-        if not spec.transposed:
-            return function(  # type: ignore[no-any-return]
-                x, weight, bias, spec.stride, self.padding, spec.dilation, self.groups
-            )
-        rest = (self.padding, self.output_padding, self.groups, spec.dilation)
-        return function(x, weight, bias, spec.stride, *rest)  # type: ignore[no-any-return]
 
     def _dtype(self, x: Tensor, weight: Tensor) -> torch.dtype:
         """Return what the convolution would give: peers with more to do expect the same."""
         if not torch.is_autocast_enabled(x.device.type):
             return x.dtype
         ones = [1] * (self.spec.ndim + 2)
-        function = CONVOLUTIONS[False][self.spec.ndim]
-        return function(x.new_zeros(ones), weight.new_zeros(ones)).dtype  # type: ignore[no-any-return]
+        return TRANSPOSED[self.spec.ndim](x.new_zeros(ones), weight.new_zeros(ones)).dtype
 
 
 def _crop(y: Tensor, crops: Sequence[tuple[int, int, int]]) -> Tensor:

@@ -56,6 +56,8 @@ class Operation:
         gives: what `local` returns; an axis along which results are partial sums is PARTIAL.
         outs: the layouts of the results once finished.
         inner: exchanges in the middle of the local work, as (source, target).
+        fused: `local` makes, of the mesh and the exchanges of the first operand and of the result,
+            what runs them and the arithmetic as one node, so that messages travel behind it.
     """
 
     needs: tuple[Need, ...]
@@ -63,6 +65,7 @@ class Operation:
     gives: tuple[Cover, ...]
     outs: tuple[Layout, ...]
     inner: tuple[tuple[Cover, Cover], ...] = ()
+    fused: bool = False
 
     @property
     def out(self) -> Layout:
@@ -99,13 +102,19 @@ class Bound:
             _noisy(Exchange(mesh, given, out, layer=layer))
             for given, out in zip(operation.gives, operation.outs, strict=True)
         ]
+        self.fused: Callable[..., Tensor] | None = None
+        if operation.fused:
+            self.fused = operation.local(mesh, self.brings[0], self.finishes[0])
 
     def __call__(self, *operands: Tensor, chain: Chain | None = None) -> Any:
         """Run on local operands; returns one tensor, or a tuple where there are several."""
+        brings = self.brings if self.fused is None else [None, *self.brings[1:]]
         brought = [
             operand if bring is None else bring(operand, chain)
-            for bring, operand in zip(self.brings, operands, strict=True)
+            for bring, operand in zip(brings, operands, strict=True)
         ]
+        if self.fused is not None:
+            return self.fused(*brought, chain=chain)
         inner = [partial(via, chain=chain) for via in self.inner]
         results = self.local(inner, *brought)
         if isinstance(results, Tensor):

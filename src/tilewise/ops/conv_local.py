@@ -1,0 +1,175 @@
+"""The local arithmetic of a convolution, in each of the ways to do it.
+
+A slab can be convolved by itself and *patched* where its halo comes in, or *extended* by its halo
+first; its channels can lie outermost or innermost in memory. Which is fastest depends on the shape
+and the machine. None of them changes what is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.comm import Frame
+from tilewise.ops.conv_spec import ConvSpec
+from tilewise.ops.halo import Halo
+
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+@dataclass(frozen=True)
+class Way:
+    """Convolve the slab and patch it, or extend it first; channels innermost in memory or not."""
+
+    patch: bool
+    last: bool
+
+
+@dataclass(frozen=True)
+class Ways:
+    """The way of each phase: forward, the gradient of x, and that of the weight."""
+
+    forward: Way
+    data: Way
+    weight: Way
+
+
+@dataclass(frozen=True)
+class LocalConv:
+    """One rank's part of a convolution.
+
+    Args:
+        spec: the convolution.
+        padding: what the convolution of the extended slab pads by itself: the dims not split.
+        out: the shape of the result.
+        groups: the groups of this rank's channels.
+        halo: what surrounds the slab; None where the operand given is all that is needed.
+    """
+
+    spec: ConvSpec
+    padding: tuple[int, ...]
+    out: tuple[int, ...]
+    groups: int
+    halo: Halo | None = None
+
+    def forward(
+        self,
+        way: Way,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        receive: Callable[[], Frame],
+    ) -> tuple[Tensor, Frame | None]:
+        """Convolve a slab; `receive` hands over the faces of its halo, as late as possible."""
+        halo = self.halo
+        if halo is None:
+            return like(self._convolve(way, x, weight, bias, self.padding), x), None
+        if way.patch and halo.thin is not None:
+            y = self._convolve(way, x, weight, bias, halo.inner_padding)
+            frame = receive()
+            halo.patch(y, frame, weight, self.groups)
+        else:
+            frame = receive()
+            extended = halo.extend(x, frame, last=way.last)
+            y = self._convolve(way, extended, weight, bias, self.padding)
+        return like(y, x), frame
+
+    def data(
+        self,
+        way: Way,
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        frame: Frame | None,
+        send: Callable[[Frame], Any],
+    ) -> Tensor:
+        """Return the slab's gradient; `send` gets that of the faces, as early as possible."""
+        mask = [True, False, False]
+        halo = self.halo
+        if halo is None or frame is None:
+            return like(self._backward(way, dy, x, weight, mask, self.padding)[0], x)
+        if way.patch and halo.thin is not None:
+            send(halo.outer_grads(dy, frame, weight, self.groups))
+            return like(self._backward(way, dy, x, weight, mask, halo.inner_padding)[0], x)
+        empty = halo.shaped(x, last=way.last)
+        grad: Tensor = self._backward(way, dy, empty, weight, mask, self.padding)[0]
+        send(Frame(frame.boxes, [grad[box] for box in frame.boxes], grad))
+        return grad[halo.core]
+
+    def weight(
+        self,
+        way: Way,
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        frame: Frame | None,
+        *,
+        bias: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients of the weight and, if wanted, of the bias."""
+        mask = [False, True, bias]
+        halo = self.halo
+        if halo is None or frame is None:
+            _, dw, db = self._backward(way, dy, x, weight, mask, self.padding)
+        elif way.patch and halo.thin is not None:
+            _, dw, db = self._backward(way, dy, x, weight, mask, halo.inner_padding)
+            halo.add_weight_grad(dw, dy, frame, weight, self.groups)
+        else:
+            extended = halo.extend(x, frame, last=way.last)
+            _, dw, db = self._backward(way, dy, extended, weight, mask, self.padding)
+        return like(dw, weight), db if bias else None
+
+    def _convolve(
+        self, way: Way, x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, ...]
+    ) -> Tensor:
+        spec = self.spec
+        if not prod(self.out) or not x.numel() or not weight.numel():
+            y = x.new_zeros(self.out)
+            return y if bias is None else y.add_(bias.view(-1, *[1] * spec.ndim))
+        return torch.convolution(
+            _format(way, x), _format(way, weight), bias, spec.stride, padding, spec.dilation,
+            False, [0] * spec.ndim, self.groups,
+        )  # fmt: skip
+
+    def _backward(
+        self,
+        way: Way,
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        mask: list[bool],
+        padding: tuple[int, ...],
+    ) -> Any:
+        spec = self.spec
+        if not prod(self.out) or not x.numel() or not weight.numel():
+            dims = [dim for dim in range(dy.dim()) if dim != 1]
+            return torch.zeros_like(x), torch.zeros_like(weight), dy.sum(dims)
+        return torch.ops.aten.convolution_backward(
+            _format(way, dy), _format(way, x), _format(way, weight), [self.out[1]], spec.stride,
+            padding, spec.dilation, False, [0] * spec.ndim, self.groups, mask,
+        )  # fmt: skip
+
+
+def is_last(tensor: Tensor) -> bool:
+    """Whether the channels are innermost in memory, and not just as well outermost."""
+    format = FORMATS.get(tensor.dim())
+    return (
+        format is not None
+        and tensor.is_contiguous(memory_format=format)
+        and not tensor.is_contiguous()
+    )
+
+
+def like(tensor: Tensor, model: Tensor) -> Tensor:
+    """Return a tensor in the memory format of another."""
+    return _format(Way(patch=False, last=is_last(model)), tensor)
+
+
+def _format(way: Way, tensor: Tensor) -> Tensor:
+    format = FORMATS.get(tensor.dim(), torch.contiguous_format) if way.last else None
+    return tensor.contiguous(memory_format=format or torch.contiguous_format)

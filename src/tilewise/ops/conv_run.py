@@ -1,0 +1,140 @@
+"""Run a split convolution as one node, with its messages behind its arithmetic.
+
+forward    start x's halo ─ convolve ─ finish
+           gather x over f ─ convolve ─ scatter y over c
+backward   dx of the halo ─ start ─ dx of the slab, dw ─ finish
+           gather dy over c ─ dx ─ start scattering it over f ─ dw ─ finish
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tilewise.comm import Chain, Exchange, Frame, Mesh, Pending
+from tilewise.ops.conv_local import LocalConv, Ways, is_last
+from tilewise.ops.halo import Halo
+from tilewise.ops.tune import choose
+
+
+class ConvRun:
+    """A convolution with its exchanges: call it with this rank's x, weight and bias.
+
+    Args:
+        local: this rank's arithmetic, as yet without its halo.
+        bring: the exchange that brings x, if any.
+        finish: the exchange that adds up and scatters partial results, if any.
+        with_bias: whether this rank adds the bias.
+        work: multiplications of one phase on one rank, the same number on all of them.
+    """
+
+    def __init__(
+        self,
+        local: LocalConv,
+        mesh: Mesh,
+        bring: Exchange | None,
+        finish: Exchange | None,
+        *,
+        with_bias: bool,
+        work: float,
+    ) -> None:
+        self.mesh, self.bring, self.finish, self.with_bias = mesh, bring, finish, with_bias
+        halo = None if bring is None else Halo.of(bring, local.spec, local.padding, local.out)
+        self.local = replace(local, halo=halo)
+        self.work = work
+        self.chosen: dict[Any, Ways] = {}
+
+    def __call__(self, x: Tensor, weight: Tensor, *bias: Tensor, chain: Chain | None) -> Tensor:
+        x, weight, *bias = _as_autocast_would(x, weight, *bias)  # type: ignore[assignment]
+        threaded = (
+            chain is not None
+            and chain.token is not None
+            and (self.bring is not None or self.finish is not None)
+            and any(tensor.requires_grad for tensor in (x, weight, *bias))
+        )
+        token = chain.token if threaded else x.new_zeros(())  # type: ignore[union-attr]
+        y: Tensor
+        y, token = _Convolve.apply(self, x, weight, token, *bias)
+        if threaded and torch.is_grad_enabled():
+            chain.token = token  # type: ignore[union-attr]
+        return y
+
+    def ways(self, x: Tensor, weight: Tensor) -> Ways:
+        """Return how to do the local work; the first call of a kind finds out."""
+        key = (x.dtype, x.device, is_last(x))
+        if key not in self.chosen:
+            self.chosen[key] = choose(self.local, self.mesh, self.work, x, weight)
+        return self.chosen[key]
+
+
+class _Convolve(torch.autograd.Function):
+    token_at = 2
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: ConvRun, x: Tensor, weight: Tensor, token: Tensor, *bias: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        local, ways = run.local, run.ways(x, weight)
+        b = bias[0] if bias and run.with_bias else None
+        pending = None if run.bring is None else run.bring.start(x)
+        if pending is not None and local.halo is None:
+            x = pending.finish()
+        y, frame = local.forward(
+            ways.forward, x, weight, b, lambda: _receive(local.halo, pending, x)
+        )
+        if run.finish is not None:
+            y = run.finish.start(y).finish()
+        ctx.run, ctx.ways, ctx.bias = run, ways, bool(bias)
+        ctx.boxes, pieces = ((), ()) if frame is None else (frame.boxes, frame.pieces)
+        ctx.save_for_backward(x, weight, *pieces)
+        return y, token.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, token: Tensor) -> tuple[Any, ...]:
+        run: ConvRun = ctx.run
+        local, ways = run.local, ctx.ways
+        _, want_x, want_w, _, *want_b = ctx.needs_input_grad
+        want_bias = any(want_b) and run.with_bias
+        x, weight, *pieces = ctx.saved_tensors
+        frame = None if local.halo is None else Frame(ctx.boxes, pieces, x)
+        if run.finish is not None:
+            dy = run.finish.start_adjoint(dy).finish()
+        dx = dw = db = None
+        under_way: list[Pending] = []
+        if want_x:
+            bring = run.bring
+            dx = local.data(
+                ways.data, dy, x, weight, frame,
+                lambda outer: under_way.append(bring.start_adjoint(outer)),  # type: ignore[union-attr]
+            )  # fmt: skip
+            if bring is not None and frame is None:
+                under_way.append(bring.start_adjoint(dx))
+        if want_w or want_bias:
+            dw, db = local.weight(ways.weight, dy, x, weight, frame, bias=want_bias)
+        for pending in under_way:
+            if frame is None:
+                dx = pending.finish()
+            else:
+                assert dx is not None
+                pending.finish_into(dx)
+        return None, dx, dw, token, *([db] if ctx.bias else [])
+
+
+def _receive(halo: Halo | None, pending: Pending | None, x: Tensor) -> Frame:
+    assert halo is not None
+    assert pending is not None
+    return halo.receive(pending, x)
+
+
+def _as_autocast_would(*tensors: Tensor) -> list[Tensor]:
+    """Cast as autocast does for convolutions; it does not look into a custom node."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(kind)
+    return [t if t.dtype is torch.float64 else t.to(dtype) for t in tensors]
