@@ -6,6 +6,7 @@ kept on disk for each machine, version and shape.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
@@ -99,13 +100,15 @@ def _load() -> dict[str, Any]:
 
 
 def _store(key: str, times: list[float]) -> None:
-    """Add to the file as a whole or not at all; a file that cannot be written is no error."""
+    """Add to the file, as a whole or not at all; a file that cannot be written is no error."""
     path = cache_file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(_load() | {key: times}, file)
-        os.replace(file.name, path)
+        with open(path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # ranks that store at the same time wait in turn
+            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+                json.dump(_load() | {key: times}, file)
+            os.replace(file.name, path)
     except OSError:
         return
 

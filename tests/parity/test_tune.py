@@ -1,0 +1,104 @@
+"""Ways to do the local work are measured once, the same on all ranks, and never change results."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tilewise import Mesh, parallelize
+from tilewise.ops import tune
+from tilewise.ops.conv_local import Ways
+from tilewise.testing import ranks
+from tilewise.testing.compare import assert_close
+
+SHAPE = (1, 32, 66, 64)
+
+
+def convolve(mesh: Mesh, folder: str, settings: dict[str, str]) -> tuple[Ways, int]:
+    """Compare a convolution with one device; returns the ways chosen and how many were measured."""
+    torch.manual_seed(0)
+    serial = nn.Conv2d(32, 48, 3, padding=1)
+    split = nn.Conv2d(32, 48, 3, padding=1)
+    split.load_state_dict(serial.state_dict())
+    x = torch.randn(SHAPE, requires_grad=True)
+    measured = mock.Mock(wraps=tune._measure)
+    with (
+        mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder, **settings}),
+        mock.patch.object(tune, "_measure", measured),
+    ):
+        model = parallelize(split, x, "h2", mesh=mesh)
+        slab = model.scatter(x.detach()).requires_grad_()
+        y = model(slab)
+    y.square().sum().backward()
+    expected = serial(x)
+    expected.square().sum().backward()
+    assert slab.grad is not None
+    exchange = model.input_layouts[0].slab(mesh.rank)
+    assert x.grad is not None
+    assert_close(model.gather(y), expected, "output", tolerance=1e-4)
+    assert_close(slab.grad, x.grad[exchange], "input", tolerance=1e-4)
+    for name, parameter in serial.named_parameters():
+        grad: Any = model.get_parameter(name).grad
+        assert_close(grad, _grad(parameter), name, tolerance=1e-4)
+    return _chosen(model), measured.call_count
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _chosen(model: Any) -> Ways:
+    (run,) = model.runs._runs.values()
+    (stretch,) = run.executable.stretches[:1]
+    (ways,) = stretch[0].run.fused.chosen.values()
+    found: Ways = ways
+    return found
+
+
+def test_measured_once_and_chosen_alike(tmp_path: Path) -> None:
+    first = ranks(2, convolve, str(tmp_path), {})
+    again = ranks(2, convolve, str(tmp_path), {})
+    assert first[0][0] == first[1][0] == again[0][0] == again[1][0]
+    assert [count for _, count in first] == [1, 1]
+    assert [count for _, count in again] == [0, 0]
+    kept = json.loads((tmp_path / "ways.json").read_text())
+    assert all(len(times) == 12 and min(times) > 0 for times in kept.values())
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{not json"])
+def test_a_broken_file_is_measured_again(content: str, tmp_path: Path) -> None:
+    (tmp_path / "ways.json").write_text(content)
+    assert [count for _, count in ranks(2, convolve, str(tmp_path), {})] == [1, 1]
+    assert json.loads((tmp_path / "ways.json").read_text())
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    found = ranks(2, convolve, str(tmp_path / "file" / "below"), {})
+    assert [count for _, count in found] == [1, 1]
+
+
+def test_switched_off_nothing_is_measured(tmp_path: Path) -> None:
+    found = ranks(2, convolve, str(tmp_path), {"TILEWISE_TUNE": "off"})
+    assert [count for _, count in found] == [0, 0]
+    assert not list(tmp_path.iterdir())
+
+
+def deterministic(mesh: Mesh, folder: str) -> int:
+    torch.use_deterministic_algorithms(True)
+    try:
+        return convolve(mesh, folder, {})[1]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_deterministic_algorithms_measure_nothing(tmp_path: Path) -> None:
+    assert ranks(2, deterministic, str(tmp_path)) == [0, 0]
