@@ -166,7 +166,7 @@ def _serve(
             function: Any = _load(modules, module, file)
             for part in name.split("."):
                 function = getattr(function, part)
-            result = function(meshes[members], *args)
+            result: Any = function(meshes[members], *args)
             if inspect.isgenerator(result):
                 result = _exhausted(result, pipe)
             pipe.send((True, result))
@@ -178,7 +178,7 @@ def _serve(
                 return
 
 
-def _exhausted(steps: Generator[Any, None, Any], pipe: Connection) -> Any:
+def _exhausted(steps: Generator[Any, Any, Any], pipe: Connection) -> Any:
     """Report what a generator yields, and return what it returns."""
     while True:
         try:
