@@ -111,7 +111,8 @@ class Traffic:
         for tag, message in _messages(parcels):
             peer = message[0].peer
             parts = [part for parcel in message for part in _parts(parcel, rank)]
-            buffer = as_bytes(parts[0]) if len(parts) == 1 else _packed(parts)
+            alone = len(parts) == 1 and parts[0].flags.c_contiguous
+            buffer = as_bytes(parts[0]) if alone else _packed(parts)
             work = self.mesh.send(torch.from_numpy(buffer), peer, tag=tag, layer="data")
             self._sent.append((peer, work, buffer))
 
@@ -174,5 +175,5 @@ def _packed(parts: Sequence[Array]) -> Array:
 
 
 def as_bytes(array: Array) -> Array:
-    """Return an array as flat bytes, which share its memory if it is contiguous."""
+    """Return a contiguous array as flat bytes that share its memory."""
     return array.reshape(-1).view(np.uint8)
