@@ -13,7 +13,7 @@ from tilewise.data.augment import View
 from tilewise.data.augmentation import Augmentation, Seen
 from tilewise.data.feed import Feed, place, straight
 from tilewise.data.region import Array, Box, Piece, cut_out, pieces, seen, stretches, within
-from tilewise.data.source import Source
+from tilewise.data.source import Counts, Source
 from tilewise.data.store import FILE, Owner, Store
 from tilewise.data.traffic import Parcel, Routes, Traffic, arriving, leaving
 from tilewise.errors import DataError
@@ -50,6 +50,7 @@ class Maker:
     ) -> None:
         self.source, self.feeds, self.augmentation = source, feeds, augmentation
         self.mesh, self.store, self.finite = mesh, store, finite
+        self.counts = Counts()
         self._buffers: dict[int, Array] = {}
         self._plain_routes: dict[tuple[int, bool], Routes] = {}
 
@@ -207,7 +208,7 @@ class Maker:
         if made.error is not None:
             return
         try:
-            self.source.read(sample, feed.name, box, out)
+            self.source.read(sample, feed.name, box, out, self.counts)
             if self.finite:
                 check_finite(self.source.place(sample, feed.name), sample, box, out)
         except (DataError, MemoryError) as error:
