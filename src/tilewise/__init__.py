@@ -1,5 +1,8 @@
 """Train any PyTorch CNN on many devices by splitting every dimension that a convolution has."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from tilewise.comm import Mesh
 from tilewise.graph import (
     Graph,
@@ -14,6 +17,9 @@ from tilewise.graph import (
 from tilewise.layout import Degrees, Layout
 from tilewise.plan import Plan
 
+if TYPE_CHECKING:
+    from tilewise import data as data
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -25,8 +31,16 @@ __all__ = [
     "Plan",
     "capture",
     "clip_grad_norm_",
+    "data",
     "full_state_dict",
     "load_optimizer_state_dict",
     "optimizer_state_dict",
     "parallelize",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `tw.data`, and the file formats with it, when it is first asked for."""
+    if name == "data":
+        return importlib.import_module("tilewise.data")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

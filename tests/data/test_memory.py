@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ from tilewise.layout import Layout
 from tilewise.testing import ranks
 
 M_MMAP_THRESHOLD = -3
-BASE = 12 << 20
+BASE = 7 << 20
 
 
 def peak(mesh: Mesh, file: str, prefetch: int, store: int | None, augment: Any) -> dict[str, int]:
@@ -41,6 +42,7 @@ def peak(mesh: Mesh, file: str, prefetch: int, store: int | None, augment: Any) 
         transforms={"x": [td.Log1p(), td.Normalize(1.0, 2.0)]},
         augment=augment,
     )
+    gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     start = _status("VmRSS")
     for _ in range(2):
@@ -80,4 +82,4 @@ def test_peak_memory(prefetch: int, store: int | None, augment: Any, tmp_path: P
         assert found["slab"] == 8 << 20
         assert found["kept"] == (store or 0)
         least = found["slab"] * (prefetch + 1) + (store or 0)
-        assert least < found["peak"] < least + found["slab"] + BASE
+        assert least / 2 < found["peak"] < least + found["slab"] + BASE

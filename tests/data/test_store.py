@@ -41,7 +41,7 @@ def run(
             for _batch in loader:
                 pass
         read.append(source.counts.requested_bytes - before)
-        sent.append([(event.layer, event.ranks[0], event.bytes) for event in events
+        sent.append([(event.ranks[0], event.bytes) for event in events
                      if event.operation == "send"])  # fmt: skip
         kept.append(loader.summary().store_bytes)
     assert loader.store is not None
@@ -88,12 +88,11 @@ def test_tiles_move_between_ranks_of_the_same_place(folder: Path) -> None:
         Layout.of((4, *SHAPE), "ncdhw", "n2 d2 h2", ranks=8),
         Layout.of((4, *LABELS), "n.", "n2 d2 h2", ranks=8),
     ]
-    shares = [Share(cut, cut.shape[1:]) for cut in cuts]
+    share = Share(cuts[0], SHAPE)
     results = ranks(8, run, folder, cuts, 3, {"store_bytes": 1 << 20})
     assert all(found["sent"][0] == [] for found in results)
     for rank, found in enumerate(results):
-        for layer, peer, _ in found["sent"][1] + found["sent"][2]:
-            share = shares[layer != "data x"]
+        for peer, _ in found["sent"][1] + found["sent"][2]:
             assert share.place(peer) == share.place(rank)
             assert share.part(peer) != share.part(rank)
     assert any(found["sent"][1] for found in results)
@@ -174,18 +173,25 @@ def test_epochs_left_early_fill_the_store_too(folder: Path) -> None:
         assert read[3] == 0
 
 
-def test_small_and_large_slabs_travel(tmp_path: Path) -> None:
-    """Slabs above the size at which each gets a message of its own are sent uncopied."""
-    shape = (1, 64, 40, 40)
-    data = data_files.arrays(4, shape, (1,))
+@pytest.mark.parametrize("edge", [8, 96])
+def test_small_slabs_travel_together_and_large_ones_alone(tmp_path: Path, edge: int) -> None:
+    """All of a batch for a peer is one message, unless a slab is large enough for one."""
+    shape = (1, 64, edge, edge)
+    data = data_files.arrays(9, shape, (1,))
     with h5py.File(tmp_path / "data.h5", "w") as file:
         file["x"], file["y"] = data["x"], data["y"]
     cuts = [
-        Layout.of((2, *shape), "ncdhw", "n2", ranks=2),
-        Layout.of((2, 1), "n.", "n2", ranks=2),
+        Layout.of((6, *shape), "ncdhw", "n2", ranks=2),
+        Layout.of((6, 1), "n.", "n2", ranks=2),
     ]
-    results = ranks(2, run, tmp_path, cuts, 4, {"store_bytes": 1 << 22})
-    for found in results:
+    slab, label = 64 * edge * edge * 2, 4
+    for found in ranks(2, run, tmp_path, cuts, 4, {"store_bytes": 1 << 24}):
         assert found["read"][1:] == [0, 0, 0]
-        for layer, _, size in (message for epoch in found["sent"] for message in epoch):
-            assert size == (64 * 1600 * 2 if layer == "data x" else 4)
+        sizes = [size for epoch in found["sent"] for _, size in epoch]
+        assert sizes
+        if edge == 8:
+            assert len(sizes) <= 3 * 2
+            assert all(size % (slab + label) == 0 for size in sizes)
+        else:
+            assert all(size == slab or size <= 3 * label for size in sizes)
+            assert slab in sizes

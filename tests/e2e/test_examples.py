@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -76,3 +77,28 @@ def test_the_readme_trains_and_saves_an_ordinary_state_dict(tmp_path: Path) -> N
     assert output.count("slab (1, 1, 16, 32, 32)") == 3
     model = unet3d(width=0.25)
     model.load_state_dict(torch.load(tmp_path / "unet.pt", weights_only=True))
+
+
+def test_the_page_on_data_runs_as_written(tmp_path: Path) -> None:
+    """Its commands in order, all but the long measurement, then its code as one script."""
+    page = (ROOT / "docs" / "data.md").read_text()
+    commands = "".join(re.findall(r"```sh\n(.*?)```", page, re.S)).splitlines()
+    assert len(commands) == 5
+    for command in commands:
+        if command.startswith("tilewise data"):
+            words = shlex.split(command)[1:]
+            ran = subprocess.run(
+                [sys.executable, "-m", "tilewise", *words],
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                timeout=280,
+            )
+            assert ran.returncode == 0, ran.stderr
+    script = tmp_path / "data.py"
+    script.write_text("\n".join(re.findall(r"```python\n(.*?)```", page, re.S)))
+    output = torchrun(script, 2, tmp_path)
+    read = "read 3.0 MiB from files; the store keeps 100% of the set, here 3.0 MiB"
+    for rank in range(2):
+        for epoch in range(2):
+            assert f"rank {rank}, epoch {epoch}: {read}" in output

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilewise.comm import Exchange, Mesh
+from tilewise.bench.timing import slowest, spread
+from tilewise.comm import Mesh
 from tilewise.graph import ParallelModel, parallelize
-from tilewise.layout import Axis, Degrees, Layout
+from tilewise.layout import Degrees
 
 
 @dataclass(frozen=True)
@@ -109,11 +110,11 @@ def measure(mesh: Mesh, case: LayerCase, letter: str, rounds: int) -> Row:
         there, back = _pass(split, x_slab)
         forward.append(there)
         backward.append(back)
-    found = _slowest(
+    found = slowest(
         mesh,
         [
             median(serial) if serial else 0.0,
-            _spread(serial) if serial else 0.0,
+            spread(serial) if serial else 0.0,
             min(median(times) for times in local),
             median([a + b for a, b in zip(forward, backward)]),
             median(forward),
@@ -121,13 +122,13 @@ def measure(mesh: Mesh, case: LayerCase, letter: str, rounds: int) -> Row:
             float(sent),
         ],
     )
-    serial_s, spread, local_s, split_s, forward_s, backward_s, most = found
+    serial_s, serial_spread, local_s, split_s, forward_s, backward_s, most = found
     return Row(
         case.name,
         degrees,
         mesh.size,
         serial_s,
-        spread,
+        serial_spread,
         local_s,
         split_s,
         forward_s,
@@ -182,19 +183,3 @@ def _pass(layer: Callable[[Tensor], Tensor], x: Tensor) -> tuple[float, float]:
     y.backward(y.detach())
     end = time.perf_counter()
     return middle - start, end - middle
-
-
-def _spread(times: list[float]) -> float:
-    """Return the middle half of the times, relative to their median."""
-    ordered = sorted(times)
-    quarter = len(ordered) // 4
-    return (ordered[-1 - quarter] - ordered[quarter]) / median(ordered)
-
-
-def _slowest(mesh: Mesh, numbers: list[float]) -> list[float]:
-    """Return the largest of each number over all ranks."""
-    mine = torch.tensor([numbers], dtype=torch.float64)
-    split = Layout((mesh.size, len(numbers)), [Axis(mesh.size, 0)])
-    whole = Layout.replicated((mesh.size, len(numbers)), ranks=mesh.size)
-    everyone = Exchange(mesh, split, whole, layer="bench").start(mine).finish()
-    return [float(value) for value in everyone.max(0).values]

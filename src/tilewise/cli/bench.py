@@ -11,10 +11,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tilewise.bench.layers import CASES, Row, measure
+from tilewise.cli.bench_io import io
 from tilewise.cli.naming import InputError
 from tilewise.testing.ranks import Pool
 
 bench_app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
+bench_app.command()(io)
 
 
 @bench_app.callback()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from tilewise.data.augmentation import Seen
 from tilewise.data.feed import Feed
 from tilewise.data.region import pieces
 from tilewise.data.source import Source
@@ -16,8 +15,7 @@ def read_costs(source: Source, feeds: Sequence[Feed], rank: int, sample: int) ->
     """Return the bytes of a rank's slabs of a sample, and those its reads go through."""
     requested = touched = 0
     for feed in feeds:
-        ndim = len(feed.field.shape)
-        seen = Seen(tuple(range(ndim)), (None,) * ndim)
+        seen = feed.as_stored
         for piece in pieces(feed.wanted(seen, rank), seen.perm):
             requested += prod(piece.shape) * feed.field.dtype.itemsize
             touched += source.touched(sample, feed.name, piece.stored)

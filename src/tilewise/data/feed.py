@@ -45,6 +45,7 @@ class Feed:
                 f"{layout.shape[1:]} after the batch"
             )
         self.share = Share(layout, field.shape)
+        self.as_stored = augmentation.seen(None, name, len(field.shape))
         self.changes = augmentation.changes_values(name)
         self.plain = not self.transforms and not self.changes
         self.dtype = self._worked(np.zeros((1,) * len(field.shape), field.dtype)).dtype

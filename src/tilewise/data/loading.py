@@ -212,7 +212,7 @@ class Loader:
 
     def summary(self) -> Summary:
         """Return what this rank read and keeps so far."""
-        counts = self.source.counts
+        counts = self._maker.counts
         return Summary(
             counts.requested_bytes,
             counts.touched_bytes,

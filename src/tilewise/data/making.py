@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +13,7 @@ from tilewise.data.augment import View
 from tilewise.data.augmentation import Augmentation, Seen
 from tilewise.data.feed import Feed, place, straight
 from tilewise.data.region import Array, Box, Piece, cut_out, pieces, seen, stretches, within
-from tilewise.data.source import Source
+from tilewise.data.source import Counts, Source
 from tilewise.data.store import FILE, Owner, Store
 from tilewise.data.traffic import Parcel, Routes, Traffic, arriving, leaving
 from tilewise.errors import DataError
@@ -50,6 +50,7 @@ class Maker:
     ) -> None:
         self.source, self.feeds, self.augmentation = source, feeds, augmentation
         self.mesh, self.store, self.finite = mesh, store, finite
+        self.counts = Counts()
         self._buffers: dict[int, Array] = {}
         self._plain_routes: dict[tuple[int, bool], Routes] = {}
 
@@ -63,89 +64,67 @@ class Maker:
         """
         made = Made(number, samples, error="not wanted" if answer_only else None)
         views = _Views(self.augmentation, epoch, samples)
+        traffic = Traffic(self.mesh)
         for feed in self.feeds:
-            self._make_field(feed, made, views, epoch)
+            self._begin(feed, made)
+        coming = [parcel for feed in self.feeds for parcel in self._coming(feed, made, views)]
+        traffic.receive(parcel for parcel in coming if parcel.peer != self.mesh.rank)
+        going = [parcel for feed in self.feeds for parcel in self._going(feed, made, views)]
+        traffic.send(going, self.mesh.rank)
+        for parcel in coming:
+            if parcel.peer == self.mesh.rank:
+                self._put_own(parcel, made, views)
+        for feed in self.feeds:
+            self._read_rows(feed, made, views)
+        for parcel, piece, values in traffic.wait():
+            self._put(parcel.feed, values, piece, parcel.position, made, views)
         if answer_only:
             made.error = None
         return made
 
-    def _make_field(self, feed: Feed, made: Made, views: _Views, epoch: int) -> None:
-        batch = len(made.samples)
+    def _begin(self, feed: Feed, made: Made) -> None:
+        """Find out where a field's slabs come from, and read what this rank begins to keep."""
         if self.store is None:
-            owners = [Owner(FILE)] * batch
+            owners = [Owner(FILE)] * len(made.samples)
         else:
             owners = self.store.assign(feed, made.samples)
-        tiles = self._read_tiles(feed, made, owners)
         made.owners.append(owners)
-        made.tiles.append(tiles)
-        tensor = feed.allocate(batch, self.mesh.rank) if feed.plain else None
-        traffic = Traffic(self.mesh, feed, batch, made.number)
-        rows = feed.share.rows(batch, self.mesh.rank)
-        here: list[Parcel] = []
-        if self.store is not None:
-            here = self._post(feed, traffic, made, views, owners, tiles, rows, tensor)
-        received = traffic.wait()
-        tensor = feed.allocate(batch, self.mesh.rank) if tensor is None else tensor
-        for position, piece, values in received:
-            sight = views.seen(feed, position)
-            row = tensor[position - rows.start]
-            self._put(feed, row, seen(values, piece, sight.perm), piece, epoch, position, made)
-        for parcel in here:
-            self._put_own(feed, tensor[parcel.position - rows.start], parcel, tiles, made, views,
-                          epoch)  # fmt: skip
-        for position in rows:
-            if owners[position].part == FILE and made.error is None:
-                self._read_row(feed, tensor[position - rows.start], position, made, views, epoch)
-        made.tensors.append(tensor)
+        made.tiles.append(self._read_tiles(feed, made, owners))
+        made.tensors.append(feed.allocate(len(made.samples), self.mesh.rank))
+
+    def _row(self, feed: Feed, position: int, made: Made) -> Tensor:
+        rows = feed.share.rows(len(made.samples), self.mesh.rank)
+        return made.tensors[feed.number][position - rows.start]
 
     # -- messages --------------------------------------------------------------------------
 
-    def _post(
-        self,
-        feed: Feed,
-        traffic: Traffic,
-        made: Made,
-        views: _Views,
-        owners: Sequence[Owner],
-        tiles: dict[int, Array],
-        rows: range,
-        tensor: Tensor | None,
-    ) -> list[Parcel]:
-        """Post all messages of a field; return what this rank takes from its own tiles."""
-        share, rank, batch = feed.share, self.mesh.rank, len(made.samples)
-        coming: list[Parcel] = []
-        here: list[Parcel] = []
-        for position in rows:
+    def _coming(self, feed: Feed, made: Made, views: _Views) -> Iterator[Parcel]:
+        """List what this rank's slabs take from tiles, its own among them."""
+        share, rank, owners = feed.share, self.mesh.rank, made.owners[feed.number]
+        for position in share.rows(len(made.samples), rank):
             if owners[position].part == FILE:
                 continue
             sight = views.seen(feed, position)
             for where, some in self._routes(feed, sight, views, leaves=False):
                 peer = share.rank_at(owners[position].part, where, rank)
-                parcel = Parcel(peer, position, some)
-                if peer == rank:
-                    here.append(parcel)
-                    continue
-                if tensor is not None:
-                    parcel.target = _straight_target(tensor[position - rows.start], some, sight)
-                coming.append(parcel)
-        traffic.receive(coming)
-        going: list[Parcel] = []
+                parcel = Parcel(peer, feed, position, some)
+                if peer != rank and feed.plain:
+                    parcel.array = _straight_target(self._row(feed, position, made), some, sight)
+                yield parcel
+
+    def _going(self, feed: Feed, made: Made, views: _Views) -> Iterator[Parcel]:
+        """List what other ranks' slabs take from this rank's tiles."""
+        share, rank, owners = feed.share, self.mesh.rank, made.owners[feed.number]
         mine = share.part(rank)
         for position, owner in enumerate(owners):
             if owner.part != mine:
                 continue
-            part = share.part_of(batch, position)
+            part = share.part_of(len(owners), position)
             sight = views.seen(feed, position)
             for where, some in self._routes(feed, sight, views, leaves=True):
                 peer = share.rank_at(part, where, rank)
                 if peer != rank:
-                    going.append(Parcel(peer, position, some))
-        traffic.send(
-            going,
-            [self._tile(feed, made.samples[parcel.position], tiles) for parcel in going],
-            share.tile(rank),
-        )
-        return here
+                    yield Parcel(peer, feed, position, some, self._tile(feed, position, made))
 
     def _routes(self, feed: Feed, sight: Seen, views: _Views, *, leaves: bool) -> Routes:
         find = leaving if leaves else arriving
@@ -156,45 +135,30 @@ class Maker:
             self._plain_routes[key] = find(feed, sight, self.mesh.rank)
         return self._plain_routes[key]
 
-    def _tile(self, feed: Feed, sample: int, fresh: dict[int, Array]) -> Array:
+    def _tile(self, feed: Feed, position: int, made: Made) -> Array:
+        sample, fresh = made.samples[position], made.tiles[feed.number]
         if sample in fresh:
             return fresh[sample]
         assert self.store is not None
         return self.store.tiles[feed.number][sample]
 
-    def _put_own(
-        self,
-        feed: Feed,
-        row: Tensor,
-        parcel: Parcel,
-        tiles: dict[int, Array],
-        made: Made,
-        views: _Views,
-        epoch: int,
-    ) -> None:
-        sample = made.samples[parcel.position]
-        tile, box = self._tile(feed, sample, tiles), feed.share.tile(self.mesh.rank)
-        perm = views.seen(feed, parcel.position).perm
+    def _put_own(self, parcel: Parcel, made: Made, views: _Views) -> None:
+        feed, position = parcel.feed, parcel.position
+        tile, box = self._tile(feed, position, made), feed.share.tile(self.mesh.rank)
         for piece in parcel.pieces:
             values = cut_out(tile, within(piece.stored, box))
-            self._put(feed, row, seen(values, piece, perm), piece, epoch, parcel.position, made)
+            self._put(feed, values, piece, position, made, views)
 
     def _put(
-        self,
-        feed: Feed,
-        row: Tensor,
-        values: Array,
-        piece: Piece,
-        epoch: int,
-        position: int,
-        made: Made,
+        self, feed: Feed, values: Array, piece: Piece, position: int, made: Made, views: _Views
     ) -> None:
-        """Bring a piece to its place; whatever a transform raises becomes the batch's error."""
+        """Bring stored values to their place; what a transform raises becomes the batch's error."""
         if made.error is not None:
             return
         sample = made.samples[position]
+        shown = seen(values, piece, views.seen(feed, position).perm)
         try:
-            feed.put(row, values, piece, epoch, sample)
+            feed.put(self._row(feed, position, made), shown, piece, views.epoch, sample)
         except Exception as error:
             where = self.source.place(sample, feed.name)
             made.error = f"data: {where}: sample {sample} cannot be transformed: {error!r}"
@@ -212,20 +176,26 @@ class Maker:
                 self._read(feed, sample, box, tiles[sample], made)
         return tiles
 
-    def _read_row(
-        self, feed: Feed, row: Tensor, position: int, made: Made, views: _Views, epoch: int
-    ) -> None:
+    def _read_rows(self, feed: Feed, made: Made, views: _Views) -> None:
+        """Read the slabs that no rank keeps."""
+        for position in feed.share.rows(len(made.samples), self.mesh.rank):
+            if made.owners[feed.number][position].part == FILE:
+                self._read_row(feed, position, made, views)
+
+    def _read_row(self, feed: Feed, position: int, made: Made, views: _Views) -> None:
         """Read a slab piece by piece, right into its place where it is stored as it is seen."""
-        sample = made.samples[position]
-        sight = views.seen(feed, position)
+        sample, sight = made.samples[position], views.seen(feed, position)
         for piece in pieces(feed.wanted(sight, self.mesh.rank), sight.perm):
+            if made.error is not None:
+                return
+            row = self._row(feed, position, made)
             target = _straight_target(row, [piece], sight) if feed.plain else None
             if target is not None:
                 self._read(feed, sample, piece.stored, target, made)
                 continue
             buffer = self._buffer(feed, piece)
             self._read(feed, sample, piece.stored, buffer, made)
-            self._put(feed, row, seen(buffer, piece, sight.perm), piece, epoch, position, made)
+            self._put(feed, buffer, piece, position, made, views)
 
     def _buffer(self, feed: Feed, piece: Piece) -> Array:
         """Return the field's reused buffer in the shape of a piece."""
@@ -238,7 +208,7 @@ class Maker:
         if made.error is not None:
             return
         try:
-            self.source.read(sample, feed.name, box, out)
+            self.source.read(sample, feed.name, box, out, self.counts)
             if self.finite:
                 check_finite(self.source.place(sample, feed.name), sample, box, out)
         except (DataError, MemoryError) as error:
@@ -258,7 +228,7 @@ class _Views:
 
     def seen(self, feed: Feed, position: int) -> Seen:
         if self.plain(feed):
-            return self.augmentation.seen(None, feed.name, len(feed.field.shape))
+            return feed.as_stored
         if position not in self._found:
             self._found[position] = self.augmentation.view(self.epoch, self.samples[position])
         return self.augmentation.seen(self._found[position], feed.name, len(feed.field.shape))

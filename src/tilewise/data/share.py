@@ -47,10 +47,12 @@ class Share:
         )
         self.filled = all(one.filled for blocks in self.blocks for one in blocks)
         self._free = [place for place, axis in enumerate(self.axes) if axis.dim < 0]
+        self._coords = [self.axes.coords(rank, len(cover.shape)) for rank in range(self.ranks)]
+        self._ranks: dict[tuple[int, tuple[int, ...], int], int] = {}
 
     def part(self, rank: int) -> int:
         """Return which part of the batch the rank holds."""
-        return self._coords(rank)[0]
+        return self._coords[rank][0]
 
     def part_of(self, batch: int, position: int) -> int:
         """Return which part of a batch a position falls into."""
@@ -62,7 +64,7 @@ class Share:
 
     def place(self, rank: int) -> tuple[int, ...]:
         """Return the index of the rank's block along each dim of the sample."""
-        return self._coords(rank)[1:]
+        return self._coords[rank][1:]
 
     def wanted(self, rank: int) -> tuple[Block, ...]:
         """Return the blocks of a sample that the rank wants, halo included."""
@@ -79,15 +81,15 @@ class Share:
     def tile_elements(self, rank: int) -> int:
         return prod(stop - start for start, stop in self.tile(rank))
 
-    def rank_at(self, part: int, place: Sequence[int], like: int) -> int:
+    def rank_at(self, part: int, place: tuple[int, ...], like: int) -> int:
         """Return the rank with this part of the batch and place in the sample.
 
         Of replicas, it is the one in the same copy as rank `like`.
         """
-        digits = self.axes.digits(like)
-        same = {position: (digits[position],) for position in self._free}
-        choices = self.axes.choices((part, *place), same)
-        return self.axes.rank(next(product(*choices)))
-
-    def _coords(self, rank: int) -> tuple[int, ...]:
-        return self.axes.coords(rank, len(self.shape) + 1)
+        key = (part, place, like)
+        if key not in self._ranks:
+            digits = self.axes.digits(like)
+            same = {position: (digits[position],) for position in self._free}
+            choices = self.axes.choices((part, *place), same)
+            self._ranks[key] = self.axes.rank(next(product(*choices)))
+        return self._ranks[key]

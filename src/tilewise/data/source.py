@@ -82,6 +82,12 @@ class Counts:
     requested_bytes: int = 0
     touched_bytes: int = 0
 
+    def add(self, requested_bytes: int, touched_bytes: int) -> None:
+        """Count a read."""
+        self.reads += 1
+        self.requested_bytes += requested_bytes
+        self.touched_bytes += touched_bytes
+
     @property
     def amplification(self) -> float:
         """Bytes touched for each byte asked for."""
@@ -114,8 +120,10 @@ class Source(ABC):
     def fill(self, index: int, field: str, box: Box, out: Array) -> None:
         """Read a box of a sample's field into a contiguous array of the box's shape."""
 
-    def read(self, index: int, field: str, box: Box, out: Array) -> None:
-        """Read and count; whatever goes wrong becomes a DataError that names the place."""
+    def read(
+        self, index: int, field: str, box: Box, out: Array, counts: Counts | None = None
+    ) -> None:
+        """Read and count, in `counts` too; what goes wrong becomes a DataError with the place."""
         if not out.size:
             return
         try:
@@ -127,9 +135,10 @@ class Source(ABC):
                 f"data: {self.place(index, field)}: cannot read {as_text(box)} of sample {index}: "
                 f"{error or type(error).__name__}"
             ) from error
-        self.counts.reads += 1
-        self.counts.requested_bytes += out.nbytes
-        self.counts.touched_bytes += self.touched(index, field, box)
+        touched = self.touched(index, field, box)
+        for some in (self.counts, counts):
+            if some is not None:
+                some.add(out.nbytes, touched)
 
     def verify(self, index: int) -> None:
         """Check what reading alone does not: checksums, where the format has them."""

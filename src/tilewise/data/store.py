@@ -29,18 +29,17 @@ class Owner(NamedTuple):
 
 
 class Store:
-    """Tiles of samples as they are stored in the files, within a budget of bytes for each rank."""
+    """Tiles of samples as they are stored in the files, within a budget of bytes for each rank.
+
+    `bytes` is what this rank keeps.
+    """
 
     def __init__(self, feeds: Sequence[Feed], order: Order, rank: int, budget: int) -> None:
         self.feeds, self.rank, self.budget = feeds, rank, budget
         self.owners = [np.full(order.samples, FILE, dtype=np.int32) for _ in feeds]
         self.room = _room(feeds, order, budget)
         self.tiles: list[dict[int, Array]] = [{} for _ in feeds]
-
-    @property
-    def bytes(self) -> int:
-        """What this rank keeps."""
-        return sum(tile.nbytes for tiles in self.tiles for tile in tiles.values())
+        self.bytes = 0
 
     @property
     def held(self) -> float:
@@ -78,6 +77,7 @@ class Store:
     ) -> None:
         """Keep the tiles read for a batch, once all ranks know that reading went well."""
         self.tiles[feed.number].update(tiles)
+        self.bytes += sum(tile.nbytes for tile in tiles.values())
         for sample, owner in zip(samples, owners):
             if owner.new:
                 self.owners[feed.number][sample] = owner.part

@@ -105,7 +105,12 @@ class Stream:
         """Tell the other ranks how it went; raise on all of them where it failed on one."""
         what = f"{self._name}, batch {made.number}"
         flags = torch.tensor([made.error is not None, stopping], dtype=torch.int64)
-        self._mesh.sum(flags, self._mesh.group(), layer=what)
+        try:
+            self._mesh.sum(flags, self._mesh.group(), layer=what)
+        except CommError as error:
+            if made.error is None:
+                raise
+            raise DataError(f"{what}: {made.error}") from error
         failed, stopped = flags.tolist()
         if failed:
             try:

@@ -59,16 +59,17 @@ class WholeSamples(Source):
 
     def _sample(self, index: int) -> dict[str, Array]:
         """Load a sample; its fields are usually asked for one after the other."""
-        if self._last is None or self._last[0] != index:
-            self._last = None
+        last = self._last  # of another loader's thread, it may be, where two share this source
+        if last is None or last[0] != index:
+            last = self._last = None
             try:
                 item = self.dataset[index]
             except Exception as error:
                 raise DataError(
                     f"data: {type(self.dataset).__name__}[{index}] raised {error!r}"
                 ) from error
-            self._last = (index, _arrays(item))
-        return self._last[1]
+            last = self._last = (index, _arrays(item))
+        return last[1]
 
 
 def _arrays(item: Any) -> dict[str, Array]:

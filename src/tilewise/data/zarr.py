@@ -51,11 +51,15 @@ class ZarrSource(Source):
             )
         self._length = next(iter(lengths.values()))
         self._stamps = {key: self._stamp(key) for key in self._arrays}
+        self._storage = {key: self._stored(key) for key in self._arrays}
 
     def __len__(self) -> int:
         return self._length
 
     def storage(self, field: str) -> Storage:
+        return self._storage[field]
+
+    def _stored(self, field: str) -> Storage:
         array = self._arrays[field]
         names = ", ".join(type(codec).__name__.removesuffix("Codec") for codec in array.compressors)
         return Storage(

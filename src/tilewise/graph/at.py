@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from itertools import product
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tilewise.errors import PlanError
 from tilewise.graph.graph import Program, Value
 from tilewise.graph.shapes import tensors_in
-from tilewise.layout import Layout
+from tilewise.layout import Cover, Layout
 
 if TYPE_CHECKING:
     from tilewise.graph.parallel import ParallelModel
@@ -64,6 +65,11 @@ class At:
         return self.runs.find(self.examples, self.targets).inputs
 
     @property
+    def input_covers(self) -> tuple[Layout | Cover, ...]:
+        """What a rank hands in: the layouts, or covers of the inputs that come with their halo."""
+        return self.runs.find(self.examples, self.targets).given
+
+    @property
     def output_layouts(self) -> tuple[Layout, ...]:
         """How the outputs are cut."""
         return self.runs.find(self.examples).outputs
@@ -73,7 +79,7 @@ class At:
         leaves, spec = tree_flatten(tensors)
         whole = tensors_in(tensors)
         targets = self.targets if len(whole) > len(tensors_in(self.examples)) else None
-        layouts = self.runs.find(self.examples, targets).inputs
+        layouts = self.runs.find(self.examples, targets).given
         shapes = [tuple(tensor.shape) for tensor in whole]
         if shapes != [layout.shape for layout in layouts]:
             raise PlanError(
@@ -83,8 +89,7 @@ class At:
         rest = iter(layouts)
         rank = self.runs.mesh.rank
         slabs = [
-            leaf[next(rest).slab(rank)].contiguous() if isinstance(leaf, Tensor) else leaf
-            for leaf in leaves
+            _slab(leaf, next(rest), rank) if isinstance(leaf, Tensor) else leaf for leaf in leaves
         ]
         out = tree_unflatten(slabs, spec)
         return out[0] if len(out) == 1 else out
@@ -112,6 +117,18 @@ class At:
     def _gathered(self, slab: Tensor, layout: Layout) -> Tensor:
         target = Layout.replicated(layout.shape, ranks=layout.ranks)
         return self.runs.exchange(layout, target, layer="gather")(slab)
+
+
+def _slab(whole: Tensor, layout: Layout | Cover, rank: int) -> Tensor:
+    """Copy a rank's slab out of a whole tensor; what lies past the edge is zero."""
+    if isinstance(layout, Layout):
+        return whole[layout.slab(rank)].contiguous()
+    out = whole.new_zeros(layout.local_shape(rank))
+    dims = [layout.block(rank, dim).pieces for dim in range(whole.dim())]
+    for pieces in product(*dims):
+        here = tuple(slice(piece.at, piece.at + piece.stop - piece.start) for piece in pieces)
+        out[here] = whole[tuple(slice(piece.start, piece.stop) for piece in pieces)]
+    return out
 
 
 def _unlike(given: tuple[Any, ...], examples: tuple[Any, ...]) -> str | None:

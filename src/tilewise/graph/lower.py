@@ -12,7 +12,7 @@ from tilewise.graph.graph import Node, Program, Value
 from tilewise.graph.labels import labels
 from tilewise.graph.rule import REGISTRY, Lowered, Site
 from tilewise.graph.rules import fallback, whole
-from tilewise.layout import REPLICA, Degrees, Layout
+from tilewise.layout import REPLICA, Cover, Degrees, Layout
 from tilewise.ops.draws import Draws
 from tilewise.ops.operation import Need
 from tilewise.plan import Plan
@@ -22,13 +22,17 @@ FALLBACK_BYTES = 256 * 2**20
 
 @dataclass
 class Planned:
-    """A program with an operator planned for every call, before anything is bound to a mesh."""
+    """A program with an operator planned for every call, before anything is bound to a mesh.
+
+    `direct` has the inputs that come as their layer needs them, halo included.
+    """
 
     program: Program
     lowered: list[Lowered]
     layouts: dict[Value, Layout]
     labels: dict[Value, str]
     fallbacks: list[str] = field(default_factory=list)
+    direct: dict[Value, Cover] = field(default_factory=dict)
 
 
 def plan_program(program: Program, plan: Plan, *, ranks: int, rank: int, draws: Draws) -> Planned:

@@ -37,6 +37,7 @@ def parallelize(
     targets: Any = None,
     mesh: Mesh | None = None,
     seed: int = 0,
+    read_halos: bool = False,
 ) -> ParallelModel:
     """Split a model over the ranks of a mesh.
 
@@ -50,10 +51,13 @@ def parallelize(
         targets: example targets of the loss, where their shape cannot be guessed.
         mesh: the ranks that take part; all of torch.distributed's by default.
         seed: of dropout and other random layers; the same seed draws the same under every plan.
+        read_halos: inputs come with the halo that their first layer needs, as
+            `ParallelModel.input_covers` says, instead of exchanging it: a loader reads it.
     """
     mesh = Mesh() if mesh is None else mesh
     graph = capture(model, inputs, loss, targets=None if targets is None else as_tuple(targets))
-    return ParallelModel(model, graph, as_plan(graph, plan), mesh, seed=seed)
+    chosen = as_plan(graph, plan)
+    return ParallelModel(model, graph, chosen, mesh, seed=seed, read_halos=read_halos)
 
 
 def as_plan(graph: Graph, plan: PlanLike) -> Plan:
@@ -80,7 +84,14 @@ class ParallelModel(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, graph: Graph, plan: Plan, mesh: Mesh, *, seed: int = 0
+        self,
+        model: nn.Module,
+        graph: Graph,
+        plan: Plan,
+        mesh: Mesh,
+        *,
+        seed: int = 0,
+        read_halos: bool = False,
     ) -> None:
         super().__init__()
         plan.check(mesh.size)
@@ -102,7 +113,7 @@ class ParallelModel(nn.Module):
         self.held = Held(model, lowered, ranks=mesh.size, rank=mesh.rank)
         shell = self.held.model
         modules = dict(shell.named_modules()) | {"": self}
-        self.runs = Runs(graph, plan, mesh, self.held, self.draws, modules)
+        self.runs = Runs(graph, plan, mesh, self.held, self.draws, modules, read_halos=read_halos)
         self.synchronises = True
         self.training = model.training
         self._parameters, self._buffers = shell._parameters, shell._buffers
@@ -165,6 +176,11 @@ class ParallelModel(nn.Module):
     def input_layouts(self) -> tuple[Layout, ...]:
         """How the inputs are cut; with a loss, its targets come after them."""
         return self._of_batch(None).input_layouts
+
+    @property
+    def input_covers(self) -> tuple[Layout | Cover, ...]:
+        """What forward takes: the input layouts, or with `read_halos` covers with their halo."""
+        return self._of_batch(None).input_covers
 
     @property
     def output_layouts(self) -> tuple[Layout, ...]:

@@ -18,6 +18,7 @@ from tilewise.comm import Exchange, Mesh
 from tilewise.graph.captured import Graph
 from tilewise.graph.executable import Executable
 from tilewise.graph.graph import Program
+from tilewise.graph.halos import inputs_with_halos
 from tilewise.graph.held import Held
 from tilewise.graph.lower import Planned, plan_program
 from tilewise.graph.shapes import key
@@ -30,10 +31,14 @@ from tilewise.plan import Plan
 
 @dataclass
 class Run:
-    """One program: how its tensors are cut, and once it has run, its steps."""
+    """One program: how its tensors are cut, and once it has run, its steps.
+
+    `given` is what is handed in of the inputs: with their halo where they are read with it.
+    """
 
     planned: Planned
     inputs: tuple[Layout, ...]
+    given: tuple[Layout | Cover, ...]
     outputs: tuple[Layout, ...]
     executable: Executable | None = None
 
@@ -49,9 +54,11 @@ class Runs:
         held: Held,
         draws: Draws,
         modules: Mapping[str, nn.Module],
+        *,
+        read_halos: bool = False,
     ) -> None:
         self.graph, self.plan, self.mesh, self.held = graph, plan, mesh, held
-        self.draws, self.modules = draws, modules
+        self.draws, self.modules, self.read_halos = draws, modules, read_halos
         self.aside = Aside()
         self._runs: dict[Any, Run] = {}
         self._exchanges: dict[tuple[Layout | Cover, Layout | Cover, str], Exchange] = {}
@@ -67,8 +74,11 @@ class Runs:
                 planned = plan_program(
                     program, self.plan, ranks=self.mesh.size, rank=self.mesh.rank, draws=self.draws
                 )
+            if self.read_halos:
+                planned.direct = inputs_with_halos(planned)
             inputs = tuple(planned.layouts[value] for value in program.inputs)
-            self._runs[which] = Run(planned, inputs, output_layouts(planned, self.plan))
+            given = tuple(planned.direct.get(v, planned.layouts[v]) for v in program.inputs)
+            self._runs[which] = Run(planned, inputs, given, output_layouts(planned, self.plan))
         return self._runs[which]
 
     def run(
@@ -83,7 +93,7 @@ class Runs:
         """Agree with all ranks on a pass and run it, or raise this rank's error on all of them."""
         found = self.find(examples, targets)
         facts = self._facts(tensors, found.inputs, sync)
-        self.mesh.agree("forward", facts, error=error or self._error(tensors, found.inputs))
+        self.mesh.agree("forward", facts, error=error or self._error(tensors, found.given))
         if found.executable is None:
             with torch.inference_mode(False):
                 found.executable = Executable(
@@ -99,7 +109,7 @@ class Runs:
             self._exchanges[which] = Exchange(self.mesh, source, target, layer=layer)
         return self._exchanges[which]
 
-    def _error(self, tensors: list[Tensor], layouts: tuple[Layout, ...]) -> str | None:
+    def _error(self, tensors: list[Tensor], layouts: tuple[Layout | Cover, ...]) -> str | None:
         """Say what is wrong with this rank's part of a pass."""
         shapes = [tuple(tensor.shape) for tensor in tensors]
         expected = [layout.local_shape(self.mesh.rank) for layout in layouts]
@@ -108,6 +118,11 @@ class Runs:
                 f"slabs of shape {shapes} do not fit, this rank holds {expected} of the global "
                 f"{[layout.shape for layout in layouts]}; use scatter(), or say batch= or at() "
                 "for another global shape"
+            )
+        if any(t.requires_grad for t, cut in zip(tensors, layouts) if isinstance(cut, Cover)):
+            return (
+                "an input that comes with its halo has no gradient of its own slab; parallelize "
+                "without read_halos to have it"
             )
         empty = next((name for name in self.held.places if self.held.get(name).is_meta), None)
         if empty is not None:

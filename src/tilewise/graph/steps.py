@@ -157,6 +157,8 @@ class Steps:
         """Return where the operand is found, and how it lies there."""
         layout = self.planned.layouts[value]
         slot = self._slot(value)
+        if value in self.planned.direct:
+            return slot, None
         base = need.home
         if sharing.homes[value, base.axes] > 1 and base != layout:
             slot, layout = self._moved(value, slot, layout, base, node, again), base

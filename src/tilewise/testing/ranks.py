@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+import inspect
 import multiprocessing
 import os
 import shutil
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -104,8 +105,12 @@ class Pool:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         timeout: float,
+        progress: Callable[[Any], Any] | None = None,
     ) -> list[Any]:
-        """Call `function(mesh, *args)` on some ranks and return what each returned."""
+        """Call `function(mesh, *args)` on some ranks and return what each returned.
+
+        What a generator function yields on the first of them is handed to `progress` as it comes.
+        """
         name = (sys.modules[function.__module__].__file__, function.__qualname__)
         for rank in members:
             self.pipes[rank].send((members, function.__module__, name, args))
@@ -116,9 +121,13 @@ class Pool:
             ready = wait(waiting, max(deadline - time.monotonic(), 0))
             for rank in [rank for rank in members if self.pipes[rank] in ready]:
                 try:
-                    results[rank] = self.pipes[rank].recv()
+                    ok, value = self.pipes[rank].recv()
                 except (EOFError, ConnectionResetError):
-                    results[rank] = (False, "the process ended")
+                    ok, value = False, "the process ended"
+                if ok is not None:
+                    results[rank] = (ok, value)
+                elif progress is not None and rank == members[0]:
+                    progress(value)
             if any(not ok for ok, _ in results.values()):
                 deadline = min(deadline, time.monotonic() + 5.0)
             if not ready:
@@ -228,13 +237,25 @@ def _serve(pipe: Connection, join: tuple[Any, ...]) -> None:
             function: Any = _load(modules, module, file)
             for part in name.split("."):
                 function = getattr(function, part)
-            pipe.send((True, function(meshes[members], *args)))
+            result: Any = function(meshes[members], *args)
+            if inspect.isgenerator(result):
+                result = _exhausted(result, pipe)
+            pipe.send((True, result))
         except BaseException as error:
             kind = "" if isinstance(error, TilewiseError) else "\n" + traceback.format_exc()
             try:
                 pipe.send((False, f"{type(error).__name__}: {error}{kind}"))
             except OSError:
                 return
+
+
+def _exhausted(steps: Generator[Any, Any, Any], pipe: Connection) -> Any:
+    """Report what a generator yields, and return what it returns."""
+    while True:
+        try:
+            pipe.send((None, next(steps)))
+        except StopIteration as end:
+            return end.value
 
 
 def _load(modules: dict[str, ModuleType], module: str, file: str) -> ModuleType:
