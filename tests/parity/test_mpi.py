@@ -60,7 +60,7 @@ def collectives(mesh: Mesh) -> dict[str, list[Any]]:
     dist.reduce(x, 1)
     found["reduce"] = x.tolist() if rank == 1 else []
     parts = [torch.empty(4) for _ in range(size)]
-    dist.all_gather(parts, draw(rank, 4))
+    dist.all_gather(parts, draw(rank, 4, 3)[:, 1])
     found["all_gather"] = [part.tolist() for part in parts]
     whole = torch.empty(4 * size)
     dist.all_gather_into_tensor(whole, draw(rank, 4))

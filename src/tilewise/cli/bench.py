@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+import warnings
+from collections.abc import Generator, Sequence
+from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tilewise.bench.layers import CASES, Row, measure
+from tilewise.bench.layers import CASES, LayerCase, Row, measure
+from tilewise.bench.messages import PRIMITIVES, SIZES, Primitive, measure_messages
+from tilewise.bench.model import ModelRow, measure_model
+from tilewise.bench.scaling import Point, measure_point, with_ratios
 from tilewise.cli.bench_io import io
-from tilewise.cli.naming import InputError
-from tilewise.testing.ranks import Pool
+from tilewise.cli.crew import Crew
+from tilewise.cli.naming import InputError, build_model, parse_plan, parse_shape
+from tilewise.comm import Mesh
 
 bench_app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 bench_app.command()(io)
+
+Ranks = Annotated[int, typer.Option(min=1, help="local ranks to start")]
+Rounds = Annotated[int, typer.Option(min=1, help="rounds of all measurements in turn")]
+Backend = Annotated[str, typer.Option(help="gloo, mpi or nccl")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
 
 @bench_app.callback()
@@ -26,54 +37,184 @@ def _root() -> None:
 
 @bench_app.command()
 def layers(
-    ranks: Annotated[int, typer.Option(min=1, help="local ranks to start")] = 2,
+    ranks: Ranks = 2,
     layers: Annotated[str, typer.Option(help="names joined by commas; all by default")] = "",
-    rounds: Annotated[int, typer.Option(min=1, help="rounds of all measurements in turn")] = 7,
-    backend: Annotated[str, typer.Option(help="torch.distributed backend")] = "gloo",
-    json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    rounds: Rounds = 7,
+    backend: Backend = "gloo",
+    json_: Json = False,
 ) -> None:
     """Time convolutions of the papers on one rank and split, forward and backward."""
-    known = {case.name: case for case in CASES}
-    wanted = [name for name in layers.split(",") if name] or list(known)
-    for name in wanted:
-        if name not in known:
-            raise InputError(f"--layers: {name!r} is not one of {', '.join(known)}")
-    work = [(known[name], letter) for name in wanted for letter in known[name].degrees]
-    rows: list[Row] = []
-    pool = Pool(ranks, backend=backend, timeout=600.0)
-    try:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-                   TimeRemainingColumn())  # fmt: skip
-        with Progress(*columns, console=Console(stderr=True)) as progress:
-            task = progress.add_task("layers", total=len(work))
-            for case, letter in work:
-                progress.update(task, description=f"{case.name} {letter}{ranks}")
-                members = tuple(range(ranks))
-                rows.append(pool.run(members, measure, (case, letter, rounds), 600.0)[0])
-                progress.advance(task)
-    finally:
-        pool.close()
+    cases = [_case(name) for name in layers.split(",") if name] or list(CASES)
+    work = [(case, letter) for case in cases for letter in case.degrees]
+    with Crew(ranks, backend=backend) as crew:
+        rows: list[Row] = crew.run(measure_layers, work, rounds, title="layers", total=len(work))[0]
     if json_:
         print(json.dumps({"rows": [row.as_dict() for row in rows]}))
-    else:
-        _show(rows)
-
-
-def _show(rows: list[Row]) -> None:
-    table = Table(title="forward and backward, one thread a rank, milliseconds")
-    for name in ("layer", "split", "one rank", "own share", "split run", "efficiency", "speed-up"):
-        table.add_column(name, justify="left" if name in ("layer", "split") else "right")
+        return
+    table = _table("forward and backward, one thread a rank, milliseconds",
+                   "layer", "split", "one rank", "own share", "split run", "efficiency",
+                   "speed-up")  # fmt: skip
     for row in rows:
         table.add_row(
             row.layer,
             row.degrees,
-            *(f"{1e3 * value:.1f}" for value in (row.serial_s, row.local_s, row.split_s)),
+            *_ms(row.serial_s, row.local_s, row.split_s),
             f"{row.efficiency:.2f}",
             f"{row.speedup:.2f}",
         )
-    console = Console()
-    console.print(table)
     spread = max(row.serial_spread for row in rows)
-    console.print(
-        f"efficiency = own share / split run; spread of the one-rank times up to {spread:.0%}"
+    Console().print(
+        table, f"efficiency = own share / split run; spread of the one-rank times {spread:.0%}"
     )
+
+
+def measure_layers(
+    mesh: Mesh, work: Sequence[tuple[LayerCase, str]], rounds: int
+) -> Generator[int, None, list[Row]]:
+    """Measure layers one after the other; yields after each."""
+    rows = []
+    for case, letter in work:
+        rows.append(measure(mesh, case, letter, rounds))
+        yield 1
+    return rows
+
+
+def _case(name: str) -> LayerCase:
+    known = {case.name: case for case in CASES}
+    if name not in known:
+        raise InputError(f"layer {name!r} is not one of {', '.join(known)}")
+    return known[name]
+
+
+@bench_app.command()
+def model(
+    model: Annotated[str, typer.Argument(help="package.module:callable, file.py:callable or name")],
+    input: Annotated[list[str], typer.Option(help="global shape, such as 2x3x64x64; repeats")],
+    plan: Annotated[str, typer.Option(help="'n2 h2', 'conv*=h2,fc=f2', or a plan file")] = "n2",
+    ranks: Ranks = 2,
+    arg: Annotated[list[str] | None, typer.Option(help="key=value for the model; repeats")] = None,
+    rounds: Rounds = 5,
+    backend: Backend = "gloo",
+    json_: Json = False,
+) -> None:
+    """Time whole training steps: one thread, as many threads as ranks, DDP, and split."""
+    build_model(model, tuple(arg or ()), torch.float32, 0)
+    task = (model, tuple(arg or ()), tuple(map(parse_shape, input)), parse_plan(plan), rounds)
+    with Crew(ranks, backend=backend, timeout=3600.0) as crew:
+        row: ModelRow = crew.run(run_model, *task, title=model, total=rounds + 1)[0]
+    row.plan = plan
+    if json_:
+        print(json.dumps(row.as_dict()))
+        return
+    table = _table(f"one training step of {model}, plan {plan}, {row.ranks} ranks",
+                   "", "ms", "speed-up of the split run")  # fmt: skip
+    lines = [
+        ("one thread", row.serial_1t_s, row.speedup_vs_1t),
+        (f"{row.ranks} threads", row.serial_pt_s, row.speedup_vs_pt),
+        ("DDP", row.ddp_s, row.speedup_vs_ddp),
+        ("split", row.split_s, 1.0),
+    ]
+    for name, seconds, ratio in lines:
+        if seconds is not None and ratio is not None:
+            table.add_row(name, *_ms(seconds), f"{ratio:.2f}")
+    ratio = row.peak_bytes_split / max(row.peak_bytes_serial, 1)
+    Console().print(
+        table,
+        f"bytes that a step adds: one rank {row.peak_bytes_serial / 2**20:.0f} MiB, split "
+        f"{row.peak_bytes_split / 2**20:.0f} MiB at most ({ratio:.2f}); spread of the one-thread "
+        f"times {row.serial_spread:.0%}",
+    )
+
+
+def run_model(
+    mesh: Mesh,
+    name: str,
+    arguments: tuple[str, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    plan: Any,
+    rounds: int,
+) -> Generator[int, None, ModelRow]:
+    """Build the model and its inputs on one rank and measure."""
+    warnings.simplefilter("ignore")
+    found = build_model(name, arguments, torch.float32, 0)
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
+    return (yield from measure_model(mesh, name, found, inputs, plan, rounds))
+
+
+@bench_app.command()
+def comm(
+    ranks: Annotated[int, typer.Option(min=2, help="local ranks to start")] = 2,
+    rounds: Rounds = 5,
+    backend: Backend = "gloo",
+    json_: Json = False,
+) -> None:
+    """Time messages of each kind and size, and fit their latency and bandwidth."""
+    with Crew(ranks, backend=backend) as crew:
+        total = len(PRIMITIVES) * len(SIZES)
+        found: list[Primitive] = crew.run(measure_messages, rounds, title=backend, total=total)[0]
+    if json_:
+        rows = [primitive.as_dict() for primitive in found]
+        print(json.dumps({"backend": backend, "ranks": ranks, "primitives": rows}))
+        return
+    table = _table(f"{backend}, {ranks} ranks, microseconds",
+                   "bytes", *(primitive.name for primitive in found))  # fmt: skip
+    for size in SIZES:
+        table.add_row(str(size), *(f"{1e6 * primitive.seconds[size]:.0f}" for primitive in found))
+    table.add_row("α (µs)", *(f"{1e6 * primitive.alpha_s:.0f}" for primitive in found))
+    rates = [1e-9 / p.beta_s_per_byte if p.beta_s_per_byte else 0.0 for p in found]
+    table.add_row("1/β (GB/s)", *(f"{rate:.2f}" for rate in rates))
+    table.add_row("error of the fit", *(f"{primitive.fit_error:.0%}" for primitive in found))
+    Console().print(table)
+
+
+@bench_app.command()
+def scaling(
+    layer: Annotated[str, typer.Argument(help="a layer that `bench layers` knows")],
+    ranks: Annotated[str, typer.Option(help="numbers of ranks joined by commas")] = "1,2",
+    weak: Annotated[
+        bool, typer.Option("--weak/--strong", help="let the work grow with the ranks, or not")
+    ] = False,
+    rounds: Rounds = 5,
+    backend: Backend = "gloo",
+    json_: Json = False,
+) -> None:
+    """Time one layer on several numbers of ranks, under each of its splits."""
+    case = _case(layer)
+    try:
+        counts = sorted(int(part) for part in ranks.split(","))
+    except ValueError:
+        counts = [0]
+    if counts[0] < 1:
+        raise InputError(f"--ranks: {ranks!r} must be numbers joined by commas, such as 1,2,4")
+    points: list[Point] = []
+    for letter in case.degrees:
+        measured = []
+        for count in counts:
+            with Crew(count, backend=backend) as crew:
+                measured.append(crew.run(measure_point, case, letter, weak, rounds)[0])
+        points += with_ratios(measured, weak=weak)
+    if json_:
+        kind = "weak" if weak else "strong"
+        print(json.dumps({"scaling": kind, "points": [point.as_dict() for point in points]}))
+        return
+    table = _table(f"{'weak' if weak else 'strong'} scaling of {layer}, milliseconds",
+                   "split", "ranks", "forward", "backward", "forward ×",
+                   "backward ×")  # fmt: skip
+    for point in points:
+        ratios = (f"{ratio:.2f}" for ratio in (point.forward_ratio, point.backward_ratio))
+        times = _ms(point.forward_s, point.backward_s)
+        table.add_row(point.degrees, str(point.ranks), *times, *ratios)
+    Console().print(table)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title)
+    for name in columns:
+        left = name in ("layer", "split", "")
+        table.add_column(name, justify="left" if left else "right")
+    return table
+
+
+def _ms(*seconds: float) -> tuple[str, ...]:
+    return tuple(f"{1e3 * value:.1f}" for value in seconds)

@@ -106,8 +106,8 @@ class Request(Work):  # type: ignore[misc]
                 raise RuntimeError(f"MPI: nothing came within {limit:g} s")
             if spins < 2 * SPINS:
                 os.sched_yield()
-            else:
-                time.sleep(POLL_SECONDS / 10)
+            else:  # who has waited long can wait a little longer, and leaves the core to others
+                time.sleep(min(1e-6 * (spins - 2 * SPINS), 1e-3))
         return True
 
     def result(self) -> Any:
@@ -140,9 +140,13 @@ class _Poller:
         return request
 
     def _run(self) -> None:
+        pause = POLL_SECONDS
         while True:
-            self.awake.wait()
-            time.sleep(POLL_SECONDS)
+            if not self.awake.is_set():
+                self.awake.wait()
+                pause = POLL_SECONDS
+            time.sleep(pause)
+            pause = min(1.2 * pause, 20 * POLL_SECONDS)
             for _ in range(len(self.waiting)):
                 request = self.waiting.popleft()
                 if not request.test(polled=True):
@@ -258,8 +262,9 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any = None
     ) -> Request:
         ((tensor,), (into,)) = tensors, outputs
+        tensor = tensor.contiguous()
         whole = tensor.new_empty((len(into), *tensor.shape))
-        request = self.comm.Iallgather(_bytes(tensor.contiguous()), _bytes(whole))
+        request = self.comm.Iallgather(_bytes(tensor), _bytes(whole))
 
         def then() -> None:
             for target, part in zip(into, whole):
@@ -292,13 +297,11 @@ class Group(ProcessGroup):  # type: ignore[misc]
         return self._watch(request, (buffer, mine), self._put_back(output, mine, op), [output])
 
     def gather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> Request:
-        (tensor,) = tensors
+        tensor = tensors[0].contiguous()
         root = opts.rootRank
         here = self.comm.rank == root
         whole = tensor.new_empty((self.comm.size, *tensor.shape)) if here else None
-        request = self.comm.Igather(
-            _bytes(tensor.contiguous()), None if whole is None else _bytes(whole), root
-        )
+        request = self.comm.Igather(_bytes(tensor), None if whole is None else _bytes(whole), root)
 
         def then() -> None:
             if whole is not None:

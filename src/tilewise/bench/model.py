@@ -1,0 +1,148 @@
+"""Time whole training steps: on one thread, on as many threads as ranks, with DDP, and split.
+
+All of them are measured in turn in every round, so that their ratios hold on a noisy machine.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tilewise.bench.memory import LiveBytes
+from tilewise.bench.timing import slowest, spread
+from tilewise.comm import Mesh
+from tilewise.graph import parallelize
+from tilewise.testing.verify import LOSSES, draw_targets
+
+Step = Callable[[], None]
+
+
+@dataclass
+class ModelRow:
+    """A model under one plan; times are medians in seconds, bytes those that a step adds."""
+
+    model: str
+    plan: str
+    ranks: int
+    serial_1t_s: float
+    serial_pt_s: float
+    ddp_s: float | None
+    split_s: float
+    speedup_vs_1t: float
+    speedup_vs_pt: float
+    speedup_vs_ddp: float | None
+    peak_bytes_serial: int
+    peak_bytes_split: int
+    serial_spread: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure_model(
+    mesh: Mesh, name: str, model: nn.Module, inputs: Sequence[Tensor], plan: Any, rounds: int
+) -> Generator[int, None, ModelRow]:
+    """Measure training steps of a model; yields the rounds done."""
+    torch.set_num_threads(1)
+    loss = LOSSES["mse"]
+    targets = draw_targets(model, inputs, "mse")
+    first = mesh.rank == 0
+    serial = _serial_step(copy.deepcopy(model), inputs, targets, loss) if first else None
+    with_ddp = _ddp_step(mesh, copy.deepcopy(model), inputs, targets, loss)
+    split = _split_step(mesh, model, inputs, plan, targets, loss)
+    peaks = [_peak(split), 0]
+    if serial is not None:
+        peaks[1] = _peak(serial)
+    times: dict[str, list[float]] = {"one": [], "many": [], "ddp": [], "split": []}
+    for done in range(rounds + 1):
+        if serial is not None:
+            times["one"].append(_timed(serial))
+            torch.set_num_threads(mesh.size)
+            times["many"].append(_timed(serial))
+            torch.set_num_threads(1)
+        for kind, step in (("ddp", with_ddp), ("split", split)):
+            mesh.agree("bench")
+            if step is not None:
+                times[kind].append(_timed(step))
+        yield done
+    middle = [median(found[1:]) if found else 0.0 for found in times.values()]
+    scatter = spread(times["one"][1:]) if first else 0.0
+    found = slowest(mesh, [*middle, scatter, *map(float, peaks)])
+    one, many, ddp, split_s, scatter, peak_split, peak_serial = found
+    return ModelRow(
+        name, str(plan), mesh.size, one, many, ddp or None, split_s, one / split_s, many / split_s,
+        ddp / split_s if ddp else None, int(peak_serial), int(peak_split), scatter,
+    )  # fmt: skip
+
+
+def _serial_step(
+    model: nn.Module, inputs: Sequence[Tensor], targets: Sequence[Tensor], loss: Any
+) -> Step:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss(model(*inputs), *targets).backward()
+        optimizer.step()
+
+    return step
+
+
+def _ddp_step(
+    mesh: Mesh, model: nn.Module, inputs: Sequence[Tensor], targets: Sequence[Tensor], loss: Any
+) -> Step | None:
+    """Return a step of torch's DDP on the ranks' share of the batch, if it can be shared out."""
+    if inputs[0].shape[0] % mesh.size or mesh.size == 1:
+        return None
+    each = inputs[0].shape[0] // mesh.size
+    part = slice(mesh.rank * each, (mesh.rank + 1) * each)
+    wrapped = DistributedDataParallel(model, process_group=mesh.group().handle)
+    return _serial_step(wrapped, [x[part] for x in inputs], [t[part] for t in targets], loss)
+
+
+def _split_step(
+    mesh: Mesh,
+    model: nn.Module,
+    inputs: Sequence[Tensor],
+    plan: Any,
+    targets: tuple[Tensor, ...],
+    loss: Any,
+) -> Step:
+    split = parallelize(model, tuple(inputs), plan, loss=loss, targets=targets, mesh=mesh)
+    slabs = [
+        tensor[layout.slab(mesh.rank)].contiguous()
+        for tensor, layout in zip((*inputs, *targets), split.input_layouts, strict=True)
+    ]
+    optimizer = torch.optim.SGD(split.parameters(), lr=1e-6, momentum=0.9)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        split.loss(*slabs).backward()
+        optimizer.step()
+
+    return step
+
+
+def _timed(step: Step) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def _peak(step: Step) -> int:
+    """Return the bytes that a step adds at most, gradients included, after a first one."""
+    step()
+    gc.collect()
+    live = LiveBytes()
+    with live:
+        step()
+    return live.peak

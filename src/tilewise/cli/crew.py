@@ -1,0 +1,99 @@
+"""The ranks that a command works with: local ones that it starts, or those of a launcher."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tilewise.cli.naming import InputError
+from tilewise.comm import Mesh
+from tilewise.comm.launch import engine, join, launched
+from tilewise.errors import CommError
+from tilewise.testing.ranks import Pool
+
+
+class Crew:
+    """Ranks to run functions on, as a context.
+
+    Under torchrun, mpiexec or srun every rank runs the command; all get the same results, and the
+    first one speaks. Otherwise `ranks` local processes are started.
+    """
+
+    def __init__(self, ranks: int, *, backend: str = "gloo", timeout: float = 600.0) -> None:
+        self.backend, self.timeout = backend, timeout
+        self.pool: Pool | None = None
+        self.mesh: Mesh | None = None
+        try:
+            engine(backend)
+        except CommError as error:
+            raise InputError(f"--backend: {error}") from error
+        if launched():
+            join(backend, timeout=timeout)
+            torch.set_num_threads(1)
+            self.mesh = Mesh()
+            if self.mesh.rank:
+                sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        self.size = ranks if self.mesh is None else self.mesh.size
+
+    def __enter__(self) -> Crew:
+        if self.mesh is None:
+            self.pool = Pool(self.size, backend=self.backend, timeout=self.timeout)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.pool is not None:
+            self.pool.close()
+        elif error is None:
+            dist.destroy_process_group()
+
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, title: str = "", total: int = 0
+    ) -> list[Any]:
+        """Call `function(mesh, *arguments)` on all ranks; returns what each of them returned.
+
+        With a title, a bar shows how many times a generator function has yielded so far.
+        """
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        console = Console(stderr=True, quiet=not title)
+        with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+            bar = progress.add_task(title, total=total or None)
+            return self._run(function, arguments, lambda _: progress.advance(bar))
+
+    def _run(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        progress: Callable[[Any], Any],
+    ) -> list[Any]:
+        if self.pool is not None:
+            everyone = tuple(range(self.size))
+            return self.pool.run(everyone, function, arguments, self.timeout, progress)
+        assert self.mesh is not None
+        result: Any = function(self.mesh, *arguments)
+        if inspect.isgenerator(result):
+            result = _exhausted(result, progress)
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, result)
+        return found
+
+
+def _exhausted(steps: Any, progress: Callable[[Any], Any]) -> Any:
+    while True:
+        try:
+            progress(next(steps))
+        except StopIteration as end:
+            return end.value
