@@ -13,11 +13,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from tilewise.cli.crew import Crew
 from tilewise.cli.naming import InputError, build_model, parse_dtype, parse_plan, parse_shape
 from tilewise.comm import Mesh
 from tilewise.graph import as_plan, capture
 from tilewise.layout import Degrees
-from tilewise.testing.ranks import Pool, RanksError
+from tilewise.testing.ranks import RanksError
 from tilewise.testing.verify import LOSSES, Result
 from tilewise.testing.verify import verify as compare
 
@@ -34,40 +35,32 @@ def verify(
     loss: Annotated[str, typer.Option(help=" or ".join(LOSSES))] = "mse",
     steps: Annotated[int, typer.Option(min=0, help="optimizer steps to follow")] = 5,
     dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16")] = "float64",
-    backend: Annotated[str, typer.Option(help="torch.distributed backend")] = "gloo",
+    backend: Annotated[str, typer.Option(help="gloo, mpi or nccl")] = "gloo",
     seed: Annotated[int, typer.Option(help="of weights and data")] = 0,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Train MODEL on one device and split, on the same numbers, and compare everything."""
     start = time.monotonic()
-    _check_options(loss, backend)
+    if loss not in LOSSES:
+        raise InputError(f"--loss: {loss!r} must be one of {', '.join(LOSSES)}")
     task = (model, tuple(arg or ()), tuple(map(parse_shape, input)), parse_plan(plan), loss, steps,
             dtype, seed)  # fmt: skip
     _dry_run(task, ranks)
     console = Console(stderr=True)
     if not json_:
         console.print(f"training {model} on one device and on {ranks} ranks …")
-    with console.status("running"):
-        pool = Pool(ranks, backend=backend, timeout=LIMIT)
+    with console.status("running"), Crew(ranks, backend=backend, timeout=LIMIT) as crew:
         try:
-            result: Result = pool.run(tuple(range(ranks)), run, task, LIMIT)[0]
+            result: Result = crew.run(run, *task)[0]
         except RanksError as error:
             raise InputError(f"verify: {error}") from error
-        finally:
-            pool.close()
+        ranks = crew.size
     result.seconds = time.monotonic() - start
     if json_:
         print(json.dumps(_as_json(result, model, plan, ranks)))
     else:
         _show(result, model, plan, ranks)
     sys.exit(0 if result.ok else 1)
-
-
-def _check_options(loss: str, backend: str) -> None:
-    if loss not in LOSSES:
-        raise InputError(f"--loss: {loss!r} must be one of {', '.join(LOSSES)}")
-    if backend not in ("gloo",):
-        raise InputError(f"--backend: {backend!r} must be gloo, which is what this machine has")
 
 
 def _dry_run(task: tuple[Any, ...], ranks: int) -> None:

@@ -8,7 +8,9 @@ backward   dx of the halo ─ start ─ dx of the slab, dw ─ finish
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from tilewise.comm import Chain, Exchange, Frame, Mesh, Pending
 from tilewise.ops.conv_local import LocalConv, Ways, is_last
 from tilewise.ops.halo import Halo
 from tilewise.ops.tune import choose
+
+NATIVE: dict[int, Callable[..., Tensor]] = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 
 
 class ConvRun:
@@ -46,22 +50,34 @@ class ConvRun:
         halo = None if bring is None else Halo.of(bring, local.spec, local.padding, local.out)
         self.local = replace(local, halo=halo)
         self.work = work
+        self.quiet = bring is None and finish is None and prod(local.out) > 0
         self.chosen: dict[Any, Ways] = {}
 
     def __call__(self, x: Tensor, weight: Tensor, *bias: Tensor, chain: Chain | None) -> Tensor:
         x, weight, *bias = _as_autocast_would(x, weight, *bias)  # type: ignore[assignment]
+        ways = self.ways(x, weight)
+        if self.quiet and ways.plain(x):
+            return self._natively(x, weight, *bias)
         threaded = (
             chain is not None
             and chain.token is not None
-            and (self.bring is not None or self.finish is not None)
+            and not self.quiet
             and any(tensor.requires_grad for tensor in (x, weight, *bias))
         )
         token = chain.token if threaded else x.new_zeros(())  # type: ignore[union-attr]
         y: Tensor
-        y, token = _Convolve.apply(self, x, weight, token, *bias)
+        y, token = _Convolve.apply(self, ways, x, weight, token, *bias)
         if threaded and torch.is_grad_enabled():
             chain.token = token  # type: ignore[union-attr]
         return y
+
+    def _natively(self, x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
+        """Leave a convolution that sends nothing to torch."""
+        local, spec = self.local, self.local.spec
+        return NATIVE[spec.ndim](
+            x, weight, bias[0] if bias and self.with_bias else None, spec.stride, local.padding,
+            spec.dilation, local.groups,
+        )  # fmt: skip
 
     def ways(self, x: Tensor, weight: Tensor) -> Ways:
         """Return how to do the local work; the first call of a kind finds out."""
@@ -76,9 +92,15 @@ class _Convolve(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: ConvRun, x: Tensor, weight: Tensor, token: Tensor, *bias: Tensor
+        ctx: Any,
+        run: ConvRun,
+        ways: Ways,
+        x: Tensor,
+        weight: Tensor,
+        token: Tensor,
+        *bias: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        local, ways = run.local, run.ways(x, weight)
+        local = run.local
         b = bias[0] if bias and run.with_bias else None
         pending = None if run.bring is None else run.bring.start(x)
         if pending is not None and local.halo is None:
@@ -98,7 +120,7 @@ class _Convolve(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, token: Tensor) -> tuple[Any, ...]:
         run: ConvRun = ctx.run
         local, ways = run.local, ctx.ways
-        _, want_x, want_w, _, *want_b = ctx.needs_input_grad
+        _, _, want_x, want_w, _, *want_b = ctx.needs_input_grad
         want_bias = any(want_b) and run.with_bias
         x, weight, *pieces = ctx.saved_tensors
         frame = None if local.halo is None else Frame(ctx.boxes, pieces, x)
@@ -122,7 +144,7 @@ class _Convolve(torch.autograd.Function):
             else:
                 assert dx is not None
                 pending.finish_into(dx)
-        return None, dx, dw, token, *([db] if ctx.bias else [])
+        return None, None, dx, dw, token, *([db] if ctx.bias else [])
 
 
 def _receive(halo: Halo | None, pending: Pending | None, x: Tensor) -> Frame:

@@ -25,6 +25,7 @@ from tilewise.comm.frame import extents
 from tilewise.ops.conv_local import LocalConv, Way, Ways, is_last
 
 WORTH = 2e7  # multiplications below which no choice pays for its measuring
+GAIN = 0.97  # what a way must beat to be worth leaving the plain one
 ROUNDS = 3
 LONG = 0.2  # seconds after which one measurement is enough
 WAYS = [Way(patch, last) for patch in (False, True) for last in (False, True)]
@@ -41,8 +42,12 @@ def choose(conv: LocalConv, mesh: Mesh, work: float, x: Tensor, weight: Tensor) 
     times = _known(conv, x, weight)
     total = torch.tensor(times, dtype=torch.float64)
     mesh.sum(total, mesh.group(), layer="tuning")
-    best = total.view(3, len(WAYS)).argmin(1).tolist()
-    return Ways(*(WAYS[at] for at in best))
+    given = WAYS.index(plain)
+    best = [
+        WAYS[int(times.argmin())] if times.min() < GAIN * times[given] else plain
+        for times in total.view(3, len(WAYS))
+    ]
+    return Ways(*best)
 
 
 def tuning() -> bool:

@@ -190,7 +190,8 @@ def _fit(layer: Layer, wanted: Degrees) -> tuple[Degrees, list[str]]:
             room["c"] = room["f"] = layer.extents["cf"] // (fitted.get("c", 1) * fits)
         if fits != size and name in layer.extents:
             notes.append(
-                f"{layer.name}: {name}{size} reduced to {name}{fits}, {WORDS[name]} are {extent}"
+                f"{layer.name}: {name}{size} reduced to {name}{fits}, the extent of "
+                f"{WORDS[name]} is {extent}"
             )
     return Degrees(**fitted), notes
 

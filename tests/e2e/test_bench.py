@@ -1,0 +1,103 @@
+"""`tilewise bench` as a user runs it, with the smallest work that it takes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from tilewise.cli import main
+
+
+def bench(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arguments: str
+) -> Any:
+    monkeypatch.setattr(sys, "argv", ["tilewise", "bench", *arguments, "--json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capfd.readouterr()
+    assert ended.value.code in (0, None), said.err
+    return json.loads(said.out)
+
+
+def test_layers(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    found = bench(monkeypatch, capfd, "layers", "--layers", "cosmoflow_conv4", "--rounds", "1")
+    (row,) = found["rows"]
+    assert set(row) >= {
+        "layer", "degrees", "ranks", "serial_s", "local_s", "split_s", "forward_s", "backward_s",
+        "efficiency", "speedup", "bytes",
+    }  # fmt: skip
+    assert row["efficiency"] == pytest.approx(row["local_s"] / row["split_s"])
+    assert row["speedup"] == pytest.approx(row["serial_s"] / row["split_s"])
+    # a halo of one row of 64 channels of 8 × 8 each way, gradients of 128 × 64 × 3³, one flag
+    assert row["bytes"] == 4 * (64 * 8 * 8 + 128 * 64 * 27 + 1)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_model(
+    batch: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    found = bench(
+        monkeypatch, capfd, "model", "unet3d", "--arg", "width=0.125", "--input",
+        f"{batch}x1x32x16x16", "--plan", "d2", "--rounds", "1",
+    )  # fmt: skip
+    assert found["ranks"] == 2
+    assert found["plan"] == "d2"
+    assert found["speedup_vs_1t"] == pytest.approx(found["serial_1t_s"] / found["split_s"])
+    assert found["speedup_vs_pt"] == pytest.approx(found["serial_pt_s"] / found["split_s"])
+    if batch == 1:
+        assert found["ddp_s"] is found["speedup_vs_ddp"] is None
+    else:
+        assert found["speedup_vs_ddp"] == pytest.approx(found["ddp_s"] / found["split_s"])
+    assert 0 < found["peak_bytes_split"] < found["peak_bytes_serial"]
+
+
+def test_comm(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    found = bench(monkeypatch, capfd, "comm", "--rounds", "1")
+    assert [p["name"] for p in found["primitives"]] == [
+        "exchange", "sum", "all-gather", "reduce-scatter",
+    ]  # fmt: skip
+    for primitive in found["primitives"]:
+        assert all(seconds > 0 for seconds in primitive["seconds"].values())
+        assert primitive["alpha_s"] + primitive["beta_s_per_byte"] > 0
+
+
+@pytest.mark.parametrize("kind", ["--strong", "--weak"])
+def test_scaling(
+    kind: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    found = bench(
+        monkeypatch, capfd, "scaling", "cosmoflow_conv4", kind, "--ranks", "1,2", "--rounds", "1"
+    )
+    assert found["scaling"] == kind.strip("-")
+    one, two = found["points"]
+    assert (one["ranks"], two["ranks"]) == (1, 2)
+    assert (one["forward_ratio"], one["backward_ratio"]) == (1, 1)
+    work = 2 if kind == "--weak" else 1
+    assert two["forward_ratio"] == pytest.approx(work * one["forward_s"] / two["forward_s"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("layers", "--layers", "conv9"), "layer 'conv9' is not one of conv2d_64_256"),
+        (("layers", "--backend", "tcp"), "backend 'tcp' must be one of gloo, mpi, nccl"),
+        (("scaling", "conv2d_64_256", "--ranks", "1,x"), "must be numbers joined by commas"),
+        (("model", "resnet5", "--input", "2x3x32x32"), "resnet50"),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    arguments: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tilewise", "bench", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    errors = capfd.readouterr().err
+    assert ended.value.code == 2
+    assert message in errors
+    assert len(errors.strip().splitlines()) == 1
