@@ -27,7 +27,7 @@ demo: $(READY)
 	$(BIN)/python examples/conv_splits.py
 
 bench: $(READY)
-	$(BIN)/tilewise bench layers --ranks 2 --rounds 3
+	$(BIN)/tilewise bench page docs/performance.md --rounds 3
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site

@@ -6,7 +6,7 @@ All three are measured in turn in every round, so that their ratios hold on a no
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -18,6 +18,8 @@ from tilewise.bench.timing import slowest, spread
 from tilewise.comm import Mesh
 from tilewise.graph import ParallelModel, parallelize
 from tilewise.layout import Degrees
+from tilewise.ops.conv_run import ConvRun
+from tilewise.ops.operation import Bound
 
 
 @dataclass(frozen=True)
@@ -88,13 +90,14 @@ def measure(mesh: Mesh, case: LayerCase, letter: str, rounds: int) -> Row:
     x = torch.randn(case.shape, generator=torch.Generator().manual_seed(1))
     split = parallelize(model, x, degrees, mesh=mesh)
     x_slab = split.scatter(x).requires_grad_()
-    shares = _own_work(case, split, mesh, Degrees.parse(degrees))
     whole = x.clone().requires_grad_()
     serial: list[float] = []
-    local: list[list[float]] = [[] for _ in shares]
     forward: list[float] = []
     backward: list[float] = []
     _pass(split, x_slab)
+    shares = _own_work(case, split, mesh, Degrees.parse(degrees))
+    alone = _tuned(split, x_slab)
+    local: list[list[float]] = [[] for _ in range(len(shares) + 1)]
     with mesh.trace.record() as events:
         _pass(split, x_slab)
     sent = sum(event.bytes for event in events)
@@ -103,9 +106,11 @@ def measure(mesh: Mesh, case: LayerCase, letter: str, rounds: int) -> Row:
         if mesh.rank == 0:
             serial.append(sum(_pass(model, whole)))
         mesh.agree("bench")
-        for times, (layer, share) in zip(local, shares):
+        for times, (layer, share) in zip(local[1:], shares):
             mesh.agree("bench")
             times.append(sum(_pass(layer, share)))
+        mesh.agree("bench")
+        local[0].append(alone())
         mesh.agree("bench")
         there, back = _pass(split, x_slab)
         forward.append(there)
@@ -139,12 +144,43 @@ def measure(mesh: Mesh, case: LayerCase, letter: str, rounds: int) -> Row:
     )
 
 
+def measure_layers(
+    mesh: Mesh, work: Sequence[tuple[LayerCase, str]], rounds: int
+) -> Generator[int, None, list[Row]]:
+    """Measure layers one after the other; yields after each."""
+    rows = []
+    for case, letter in work:
+        rows.append(measure(mesh, case, letter, rounds))
+        yield 1
+    return rows
+
+
+def _tuned(split: ParallelModel, x: Tensor) -> Callable[[], float]:
+    """Return what does this rank's share as the split run does it, but for its messages."""
+    (weight,) = split.parameters()
+    executable = split.runs.find(split.at(split.input_layouts[0].shape).examples).executable
+    assert executable is not None
+    ((step,),) = executable.stretches
+    assert isinstance(step.run, Bound)
+    conv = step.run.fused
+    assert isinstance(conv, ConvRun)
+    operands = conv.pretend(x.detach(), weight.detach())
+
+    def alone() -> float:
+        start = time.perf_counter()
+        conv.alone(*operands)
+        return time.perf_counter() - start
+
+    return alone
+
+
 def _own_work(
     case: LayerCase, split: ParallelModel, mesh: Mesh, degrees: Degrees
 ) -> list[tuple[Callable[[Tensor], Tensor], Tensor]]:
     """Return the ways to do this rank's share of the arithmetic without any message.
 
-    Its slab with zeros around it; for a spatial split also its slab with the halo's rows there.
+    As torch does it: its slab with zeros around it; for a spatial split also its slab with the
+    halo's rows there.
     """
     rank = mesh.rank
     slab = list(split.input_layouts[0].local_shape(rank))

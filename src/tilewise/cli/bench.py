@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Generator, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from tilewise.bench.layers import CASES, LayerCase, Row, measure
+from tilewise.bench.layers import CASES, LayerCase, Row, measure_layers
 from tilewise.bench.messages import PRIMITIVES, SIZES, Primitive, measure_messages
-from tilewise.bench.model import ModelRow, measure_model
 from tilewise.bench.scaling import Point, measure_point, with_ratios
 from tilewise.cli.bench_io import io
+from tilewise.cli.bench_model import model
+from tilewise.cli.bench_options import Backend, Json, Ranks, Rounds, in_ms, new_table
+from tilewise.cli.bench_page import page
 from tilewise.cli.crew import Crew
-from tilewise.cli.naming import InputError, build_model, parse_plan, parse_shape
-from tilewise.comm import Mesh
+from tilewise.cli.naming import InputError
 
 bench_app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 bench_app.command()(io)
-
-Ranks = Annotated[int, typer.Option(min=1, help="local ranks to start")]
-Rounds = Annotated[int, typer.Option(min=1, help="rounds of all measurements in turn")]
-Backend = Annotated[str, typer.Option(help="gloo, mpi or nccl")]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
+bench_app.command()(model)
+bench_app.command()(page)
 
 
 @bench_app.callback()
@@ -51,14 +45,14 @@ def layers(
     if json_:
         print(json.dumps({"rows": [row.as_dict() for row in rows]}))
         return
-    table = _table("forward and backward, one thread a rank, milliseconds",
+    table = new_table("forward and backward, one thread a rank, milliseconds",
                    "layer", "split", "one rank", "own share", "split run", "efficiency",
                    "speed-up")  # fmt: skip
     for row in rows:
         table.add_row(
             row.layer,
             row.degrees,
-            *_ms(row.serial_s, row.local_s, row.split_s),
+            *in_ms(row.serial_s, row.local_s, row.split_s),
             f"{row.efficiency:.2f}",
             f"{row.speedup:.2f}",
         )
@@ -68,78 +62,11 @@ def layers(
     )
 
 
-def measure_layers(
-    mesh: Mesh, work: Sequence[tuple[LayerCase, str]], rounds: int
-) -> Generator[int, None, list[Row]]:
-    """Measure layers one after the other; yields after each."""
-    rows = []
-    for case, letter in work:
-        rows.append(measure(mesh, case, letter, rounds))
-        yield 1
-    return rows
-
-
 def _case(name: str) -> LayerCase:
     known = {case.name: case for case in CASES}
     if name not in known:
         raise InputError(f"layer {name!r} is not one of {', '.join(known)}")
     return known[name]
-
-
-@bench_app.command()
-def model(
-    model: Annotated[str, typer.Argument(help="package.module:callable, file.py:callable or name")],
-    input: Annotated[list[str], typer.Option(help="global shape, such as 2x3x64x64; repeats")],
-    plan: Annotated[str, typer.Option(help="'n2 h2', 'conv*=h2,fc=f2', or a plan file")] = "n2",
-    ranks: Ranks = 2,
-    arg: Annotated[list[str] | None, typer.Option(help="key=value for the model; repeats")] = None,
-    rounds: Rounds = 5,
-    backend: Backend = "gloo",
-    json_: Json = False,
-) -> None:
-    """Time whole training steps: one thread, as many threads as ranks, DDP, and split."""
-    build_model(model, tuple(arg or ()), torch.float32, 0)
-    task = (model, tuple(arg or ()), tuple(map(parse_shape, input)), parse_plan(plan), rounds)
-    with Crew(ranks, backend=backend, timeout=3600.0) as crew:
-        row: ModelRow = crew.run(run_model, *task, title=model, total=rounds + 1)[0]
-    row.plan = plan
-    if json_:
-        print(json.dumps(row.as_dict()))
-        return
-    table = _table(f"one training step of {model}, plan {plan}, {row.ranks} ranks",
-                   "", "ms", "speed-up of the split run")  # fmt: skip
-    lines = [
-        ("one thread", row.serial_1t_s, row.speedup_vs_1t),
-        (f"{row.ranks} threads", row.serial_pt_s, row.speedup_vs_pt),
-        ("DDP", row.ddp_s, row.speedup_vs_ddp),
-        ("split", row.split_s, 1.0),
-    ]
-    for name, seconds, ratio in lines:
-        if seconds is not None and ratio is not None:
-            table.add_row(name, *_ms(seconds), f"{ratio:.2f}")
-    ratio = row.peak_bytes_split / max(row.peak_bytes_serial, 1)
-    Console().print(
-        table,
-        f"bytes that a step adds: one rank {row.peak_bytes_serial / 2**20:.0f} MiB, split "
-        f"{row.peak_bytes_split / 2**20:.0f} MiB at most ({ratio:.2f}); spread of the one-thread "
-        f"times {row.serial_spread:.0%}",
-    )
-
-
-def run_model(
-    mesh: Mesh,
-    name: str,
-    arguments: tuple[str, ...],
-    shapes: tuple[tuple[int, ...], ...],
-    plan: Any,
-    rounds: int,
-) -> Generator[int, None, ModelRow]:
-    """Build the model and its inputs on one rank and measure."""
-    warnings.simplefilter("ignore")
-    found = build_model(name, arguments, torch.float32, 0)
-    generator = torch.Generator().manual_seed(1)
-    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
-    return (yield from measure_model(mesh, name, found, inputs, plan, rounds))
 
 
 @bench_app.command()
@@ -157,7 +84,7 @@ def comm(
         rows = [primitive.as_dict() for primitive in found]
         print(json.dumps({"backend": backend, "ranks": ranks, "primitives": rows}))
         return
-    table = _table(f"{backend}, {ranks} ranks, microseconds",
+    table = new_table(f"{backend}, {ranks} ranks, microseconds",
                    "bytes", *(primitive.name for primitive in found))  # fmt: skip
     for size in SIZES:
         table.add_row(str(size), *(f"{1e6 * primitive.seconds[size]:.0f}" for primitive in found))
@@ -198,23 +125,11 @@ def scaling(
         kind = "weak" if weak else "strong"
         print(json.dumps({"scaling": kind, "points": [point.as_dict() for point in points]}))
         return
-    table = _table(f"{'weak' if weak else 'strong'} scaling of {layer}, milliseconds",
+    table = new_table(f"{'weak' if weak else 'strong'} scaling of {layer}, milliseconds",
                    "split", "ranks", "forward", "backward", "forward ×",
                    "backward ×")  # fmt: skip
     for point in points:
         ratios = (f"{ratio:.2f}" for ratio in (point.forward_ratio, point.backward_ratio))
-        times = _ms(point.forward_s, point.backward_s)
+        times = in_ms(point.forward_s, point.backward_s)
         table.add_row(point.degrees, str(point.ranks), *times, *ratios)
     Console().print(table)
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title)
-    for name in columns:
-        left = name in ("layer", "split", "")
-        table.add_column(name, justify="left" if left else "right")
-    return table
-
-
-def _ms(*seconds: float) -> tuple[str, ...]:
-    return tuple(f"{1e3 * value:.1f}" for value in seconds)

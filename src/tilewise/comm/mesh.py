@@ -51,6 +51,7 @@ class Mesh:
         self._timeout = timeout
         self._groups: dict[tuple[int, ...], Group] = {}
         self._next_tag = 0
+        self._side: Any = None
         if not dist.is_available() or not dist.is_initialized():
             if ranks is not None and tuple(ranks) != (0,):
                 raise MismatchError(
@@ -148,28 +149,40 @@ class Mesh:
         extremes = torch.tensor([digest, -digest, int(error is not None)], dtype=torch.int64)
         group = self.group()
         with self._named("agree", what, group.ranks):
-            dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group.handle)
+            dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._hosts())
         high, low, failed = extremes.tolist()
         if high == -low and not failed:
             return
         said: list[Any] = [None] * self.size
         with self._named("agree", what, group.ranks):
-            dist.all_gather_object(said, (self.rank, error, repr(facts)), group=group.handle)
+            dist.all_gather_object(said, (self.rank, error, repr(facts)), group=self._hosts())
         raise MismatchError(f"{what}: {_difference(sorted(said))}")
 
     def close(self) -> None:
         """Destroy the process groups that this mesh opened."""
-        for group in self._groups.values():
-            if group.handle is not None:
-                dist.destroy_process_group(group.handle)
+        handles = {id(g.handle): g.handle for g in self._groups.values() if g.handle is not None}
+        if self._side is not None:
+            handles[id(self._side)] = self._side
+        for handle in handles.values():
+            dist.destroy_process_group(handle)
         self._groups.clear()
+        self._side = None
 
-    def _open(self, ranks: tuple[int, ...]) -> Any:
+    def _hosts(self) -> Any:
+        """Return the group in which hosts talk to each other, without waiting for a device."""
+        if self._side is None:
+            only_devices = dist.get_backend() == "nccl"
+            everyone = tuple(range(self.size))
+            self._side = self._open(everyone, "gloo") if only_devices else self.group().handle
+        return self._side
+
+    def _open(self, ranks: tuple[int, ...], backend: str | None = None) -> Any:
         world_ranks = [self.world_ranks[rank] for rank in ranks]
         with self._named("open", "mesh", ranks), _names_by_members():
             return dist.new_group(
                 world_ranks,
                 timeout=self._timeout or _timeout(),
+                backend=backend,
                 use_local_synchronization=True,
                 **_KEEP_ORDER,
             )

@@ -86,6 +86,22 @@ class ConvRun:
             self.chosen[key] = choose(self.local, self.mesh, self.work, x, weight)
         return self.chosen[key]
 
+    def pretend(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Frame | None]:
+        """Return operands for `alone`: x as it is when brought, weight, dy, and a halo of zeros."""
+        halo, frame = self.local.halo, None
+        if halo is not None:
+            frame = halo.zeros(x)
+        elif self.bring is not None:
+            x = x.new_zeros(self.bring.forth.out_shape)
+        return x, weight, torch.randn_like(x.new_empty(self.local.out)), frame
+
+    def alone(self, x: Tensor, weight: Tensor, dy: Tensor, frame: Frame | None) -> None:
+        """Do all of the arithmetic, forward and backward, without any message."""
+        ways, local = self.ways(x, weight), self.local
+        local.forward(ways.forward, x, weight, None, lambda: frame)  # type: ignore[arg-type, return-value]
+        local.data(ways.data, dy, x, weight, frame, lambda outer: None)
+        local.weight(ways.weight, dy, x, weight, frame, bias=False)
+
 
 class _Convolve(torch.autograd.Function):
     token_at = 2

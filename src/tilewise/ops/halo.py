@@ -92,9 +92,13 @@ class Halo:
 
     def receive(self, pending: Pending, x: Tensor) -> Frame:
         """Wait for the faces; zeros where they reach past the tensor's edge."""
-        frame = Frame(self.boxes, [x.new_zeros(extents(box)) for box in self.boxes], x)
+        frame = self.zeros(x)
         pending.finish_into(frame)
         return frame
+
+    def zeros(self, x: Tensor) -> Frame:
+        """Return the faces of a rim of zeros."""
+        return Frame(self.boxes, [x.new_zeros(extents(box)) for box in self.boxes], x)
 
     def extend(self, x: Tensor, frame: Frame, *, last: bool) -> Tensor:
         """Return the slab with its rim."""

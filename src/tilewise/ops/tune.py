@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.comm import Frame, Mesh
-from tilewise.comm.frame import extents
+from tilewise.comm import Mesh
 from tilewise.ops.conv_local import LocalConv, Way, Ways, is_last
 
 WORTH = 2e7  # multiplications below which no choice pays for its measuring
@@ -79,7 +78,7 @@ def _key(conv: LocalConv, x: Tensor, weight: Tensor) -> str:
     halo = conv.halo
     return json.dumps(
         [
-            _machine(), torch.__version__, torch.get_num_threads(), x.device.type, str(x.dtype),
+            machine_name(), torch.__version__, torch.get_num_threads(), x.device.type, str(x.dtype),
             is_last(x), list(x.shape), list(weight.shape), list(conv.out), list(conv.padding),
             list(conv.spec.stride), list(conv.spec.dilation), conv.groups,
             None if halo is None else [str(box) for box in halo.boxes],
@@ -88,7 +87,8 @@ def _key(conv: LocalConv, x: Tensor, weight: Tensor) -> str:
 
 
 @cache
-def _machine() -> str:
+def machine_name() -> str:
+    """Return what kind of processor this is."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
@@ -121,10 +121,7 @@ def _store(key: str, times: list[float]) -> None:
 def _measure(conv: LocalConv, x: Tensor, weight: Tensor) -> list[float]:
     """Time each way in each phase, without any message."""
     dy = torch.randn_like(x.new_empty(conv.out))
-    frame = None
-    if conv.halo is not None:
-        boxes = conv.halo.boxes
-        frame = Frame(boxes, [x.new_zeros(extents(box)) for box in boxes], x)
+    frame = None if conv.halo is None else conv.halo.zeros(x)
 
     def forward(way: Way) -> None:
         conv.forward(way, x, weight, None, lambda: frame)  # type: ignore[arg-type, return-value]
