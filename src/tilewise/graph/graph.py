@@ -183,3 +183,22 @@ def replace_values(tree: Any, change: Callable[[Value], Any]) -> Any:
         tree,
         is_leaf=lambda leaf: isinstance(leaf, Value),
     )
+
+
+class Call:
+    """An operator with its arguments, to be called with tensors in place of the values."""
+
+    def __init__(self, op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.op, self.args, self.kwargs = op, args, kwargs
+        self.places = [i for i, argument in enumerate(args) if isinstance(argument, Value)]
+        self.nested = len(values_in((args, kwargs))) > len(self.places)
+
+    def __call__(self, *tensors: Any) -> Any:
+        if self.nested:
+            feed = iter(tensors)
+            args, kwargs = replace_values((self.args, self.kwargs), lambda _: next(feed))
+            return self.op(*args, **kwargs)
+        filled = list(self.args)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            filled[place] = tensor
+        return self.op(*filled, **self.kwargs)

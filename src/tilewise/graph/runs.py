@@ -92,7 +92,7 @@ class Runs:
     ) -> tuple[tuple[Tensor, ...], Program]:
         """Agree with all ranks on a pass and run it, or raise this rank's error on all of them."""
         found = self.find(examples, targets)
-        facts = self._facts(tensors, found.inputs, sync)
+        facts = self._facts(tensors, found.inputs, sync) if self.mesh.size > 1 else None
         self.mesh.agree("forward", facts, error=error or self._error(tensors, found.given))
         if found.executable is None:
             with torch.inference_mode(False):

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tilewise.graph.graph import replace_values
+from tilewise.graph.graph import Call
 from tilewise.graph.rule import Lowered, Site
 from tilewise.layout import Cover, Layout
 from tilewise.ops.operation import Need, Operation
@@ -28,10 +28,10 @@ def _undivided(site: Site, *, fallback: bool) -> Lowered:
     needs = tuple(Need.of(Layout.replicated(v.shape, ranks=site.ranks)) for v in values)
     outs = tuple(Layout.replicated(v.shape, ranks=site.ranks) for v in node.outs)
 
+    call = Call(node.op, node.args, node.kwargs)
+
     def local(inner: list[Any], *tensors: Tensor) -> Any:
-        feed = iter(tensors)
-        args, kwargs = replace_values((node.args, node.kwargs), lambda _: next(feed))
-        result = node.op(*args, **kwargs)
+        result = call(*tensors)
         return tuple(result) if node.several else result
 
     gives = tuple(Cover.of(out) for out in outs)
