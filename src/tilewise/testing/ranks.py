@@ -7,6 +7,7 @@ messages. A function is sent by its file and name, so it may live in a test modu
 from __future__ import annotations
 
 import atexit
+import importlib
 import importlib.util
 import inspect
 import multiprocessing
@@ -190,6 +191,8 @@ def _exhausted(steps: Generator[Any, Any, Any], pipe: Connection) -> Any:
 def _load(modules: dict[str, ModuleType], module: str, file: str) -> ModuleType:
     if module in sys.modules and module != "__main__":
         return sys.modules[module]
+    if module.startswith("tilewise."):
+        return importlib.import_module(module)
     if file not in modules:
         spec = importlib.util.spec_from_file_location(Path(file).stem, file)
         assert spec is not None
