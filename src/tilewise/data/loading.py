@@ -108,7 +108,14 @@ class Loader:
         if store_bytes is not None:
             self.store = Store(self.feeds, self.order, self.mesh.rank, store_bytes)
         self._maker = Maker(
-            self.source, self.feeds, self.augmentation, self.mesh, store=self.store, finite=finite
+            self.source,
+            self.feeds,
+            self.augmentation,
+            self.mesh,
+            batch=self.order.batch,
+            keep=prefetch + 2,
+            store=self.store,
+            finite=finite,
         )
         note_costs(self.source, self.feeds, self.mesh.rank, name)
 
