@@ -160,6 +160,25 @@ def test_check_finds_what_reading_alone_does_not(tmp_path: Path) -> None:
     assert "b.tfrecord: the checksum" in found["bad"][0]["error"]
 
 
+@pytest.mark.parametrize("kind", ["tfrecord", "nii"])
+def test_check_goes_on_after_a_bad_first_file(tmp_path: Path, kind: str) -> None:
+    """The first file is broken, and the third is of another shape than the others."""
+    nibabel = pytest.importorskip("nibabel")
+    for index in range(5):
+        edge = 4 if index == 2 else 3
+        path = tmp_path / f"{index}.{kind}"
+        if kind == "nii":
+            nibabel.save(nibabel.Nifti1Image(np.zeros((edge,) * 3, "int16"), np.eye(4)), path)
+        else:
+            path.write_bytes(data_files.example({"x": np.zeros((4, edge, edge, edge), "int16")}))
+    (tmp_path / f"0.{kind}").write_bytes(b"nonsense")
+    code, found = as_json("check", tmp_path)
+    assert code == 1
+    assert [one["sample"] for one in found["bad"]] == [0, 2]
+    assert f"0.{kind}: not a whole" in found["bad"][0]["error"]
+    assert f"2.{kind}" in found["bad"][1]["error"]
+
+
 def test_check_notes_absent_chunks(tmp_path: Path) -> None:
     array = zarr.create_array(tmp_path / "a.zarr", shape=(3, 4), chunks=(1, 4), dtype="int16")
     array[:2] = 7

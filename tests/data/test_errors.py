@@ -193,6 +193,33 @@ def test_a_set_that_one_rank_does_not_see(tmp_path: Path) -> None:
     assert "nowhere: no such file or folder" in first[1]
 
 
+class Strange:
+    """A Dataset that cannot say how long it is, on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __len__(self) -> int:
+        if self.rank == 1:
+            raise KeyError("length")
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return np.float32(index)
+
+
+def strange_on_one(mesh: Mesh) -> str:
+    try:
+        td.loader(Strange(mesh.rank), Layout.replicated((2,), ranks=mesh.size), mesh=mesh)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def test_whatever_one_rank_raises_on_opening_is_raised_on_all() -> None:
+    assert ranks(2, strange_on_one) == ["data: rank 1: KeyError('length')"] * 2
+
+
 def failing_function(mesh: Mesh, path: str) -> list[Any]:
     """Use a function that raises for the second half of the depth, where rank 1 is."""
     calls = []

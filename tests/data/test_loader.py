@@ -196,6 +196,57 @@ def test_gathered_slabs_are_the_whole(
                     np.testing.assert_allclose(field[position], values, rtol=1e-5, atol=1e-5)
 
 
+def some(
+    mesh: Mesh, folder: Path, cuts: list[Layout], state: dict[str, Any] | None, take: int
+) -> tuple[list[list[Any]], dict[str, Any]]:
+    """Return some augmented batches from where the state says, as one epoch, and the new state."""
+    loader = td.loader(
+        data_files.opened(folder, "npy", SHAPE),
+        cuts,
+        mesh=mesh,
+        seed=5,
+        augment=(td.Roll("d w"), td.Transpose("d h"), td.Noise(0.5)),
+        transforms={"x": torch.float32},
+        store_bytes=2000,
+    )
+    if state is not None:
+        loader.load_state_dict(state)
+    batches: list[Any] = []
+    while len(batches) < take:
+        for batch in loader:
+            batches.append((batch.samples, [tensor.numpy() for tensor in batch]))
+            if len(batches) == take:
+                break
+    state = loader.state_dict()
+    loader.close()
+    return [batches], state
+
+
+def test_resuming_under_another_plan_goes_on_with_the_same_batches(tmp_path: Path) -> None:
+    """Three batches of four, into the second epoch; then two more on other ranks."""
+    data_files.write(tmp_path, "npy", data_files.arrays(COUNT, SHAPE, (3,)))
+
+    def cuts(degrees: str, world: int) -> list[Layout]:
+        return [
+            Layout.of((4, *SHAPE), "ncdhw", degrees, ranks=world),
+            Layout.of((4, 3), "n.", degrees, ranks=world),
+        ]
+
+    def run(degrees: str, world: int, state: Any, take: int) -> tuple[list[Any], Any]:
+        found = ranks(world, some, tmp_path, cuts(degrees, world), state, take)
+        assert all(one[1] == found[0][1] for one in found)
+        return gathered([one[0] for one in found], cuts(degrees, world))[0], found[0][1]
+
+    expected, _ = run("1", 1, None, 5)
+    first, state = run("n2 d2", 4, None, 3)
+    rest, _ = run("w3", 3, state, 2)
+    assert (state["epoch"], state["batches"]) == (1, 1)
+    for (samples, fields), (others, found) in zip(expected, first + rest, strict=True):
+        assert samples == others
+        for a, b in zip(fields, found):
+            np.testing.assert_array_equal(a, b)
+
+
 # -- halos, transforms, other kinds of data ---------------------------------------------------
 
 

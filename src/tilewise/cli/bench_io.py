@@ -139,6 +139,7 @@ def _show(found: dict[str, Any]) -> None:
         console.print(
             f"a step of CosmoFlow-{EDGE}³ takes {1e3 * steps['step_s']['memory']:.0f} ms; input "
             f"from files costs {steps['input_share']:.1%} of it, from the store "
-            f"{steps['input_share_store']:.1%}",
+            f"{steps['input_share_store']:.1%} (of the cores' time {steps['input_cpu_share']:.1%} "
+            f"and {steps['input_cpu_share_store']:.1%})",
             highlight=False,
         )

@@ -25,7 +25,8 @@ def make(
     format: Annotated[str, typer.Option(help=", ".join(FORMATS))] = "hdf5",
     files: Annotated[str, typer.Option(help=f"{', '.join(FILES)}: hdf5 files a sample")] = "one",
     workers: Annotated[
-        int, typer.Option(min=0, help="processes; 0 is as many as are worth it")
+        int,
+        typer.Option("--workers", "--ranks", min=0, help="processes; 0 is as many as are worth it"),
     ] = 0,
     overwrite: Annotated[bool, typer.Option(help="replace the set in the folder")] = False,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,

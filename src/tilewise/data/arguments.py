@@ -57,12 +57,15 @@ def field_names(
     return names
 
 
-def agree_to_open(mesh: Mesh, name: str, failure: TilewiseError | None) -> None:
+def agree_to_open(mesh: Mesh, name: str, failure: Exception | None) -> None:
     """Raise on all ranks what failed on one; on one rank alone, the error itself."""
     if mesh.size == 1 and failure is not None:
         raise failure
+    error = None
+    if failure is not None:
+        error = str(failure) if isinstance(failure, TilewiseError) else repr(failure)
     try:
-        mesh.agree(name, error=None if failure is None else str(failure))
+        mesh.agree(name, error=error)
     except MismatchError as error:
         raise DataError(str(error)) from failure
 

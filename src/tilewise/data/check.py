@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,14 @@ import numpy as np
 
 from tilewise.data.hdf5 import Hdf5Source
 from tilewise.data.making import check_finite
-from tilewise.data.open import HDF5, open_source, read_facts
+from tilewise.data.open import (
+    HDF5,
+    NIFTI,
+    TFRECORD,
+    open_files,
+    open_source,
+    read_facts,
+)
 from tilewise.data.region import stretches
 from tilewise.data.source import Source
 from tilewise.data.zarr import ZarrSource
@@ -32,14 +39,20 @@ class Finding:
 
 
 def open_for_check(path: str | Path, keys: Sequence[str] | None = None) -> Source:
-    """Open a set; of many HDF5 files, what most of them hold is what all should hold."""
+    """Open a set; of many files, what most of them hold is what all should hold."""
     path = Path(path)
     files = _separate_files(path)
-    if not files:
-        return open_source(path, keys)
-    facts = read_facts(path) if (path / "set.json").is_file() else None
-    names = list(facts["fields"]) if facts and keys is None else keys
-    return Hdf5Source(files, names, reference=_typical(files))
+    if files:
+        facts = read_facts(path) if (path / "set.json").is_file() else None
+        names = list(facts["fields"]) if facts and keys is None else keys
+        return Hdf5Source(files, names, reference=_typical(files, _contents))
+    if path.is_dir():
+        for endings in (TFRECORD, NIFTI):
+            files = sorted(file for file in path.iterdir() if file.name.endswith(endings))
+            if files:
+                reference = _typical(files, lambda file: _fields(file, keys))
+                return open_files(files, keys, reference) or open_source(path, keys)
+    return open_source(path, keys)
 
 
 def check_source(
@@ -100,11 +113,18 @@ def _separate_files(path: Path) -> list[Path]:
     return sorted(file for file in path.iterdir() if file.suffix in HDF5)
 
 
-def _typical(files: Sequence[Path]) -> int:
+def _typical(files: Sequence[Path], contents: Callable[[Path], Hashable | None]) -> int:
     """Return the number of the first file that holds what most of them hold."""
-    held = [_contents(file) for file in files]
+    held = [contents(file) for file in files]
     common = Counter(one for one in held if one is not None).most_common(1)
     return held.index(common[0][0]) if common else 0
+
+
+def _fields(path: Path, keys: Sequence[str] | None) -> tuple[Any, ...] | None:
+    try:
+        return tuple(open_source(path, keys).fields.items())
+    except DataError:
+        return None
 
 
 def _contents(path: Path) -> tuple[Any, ...] | None:

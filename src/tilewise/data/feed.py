@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise.data.augmentation import Augmentation, Seen
+from tilewise.data.recycle import Recycler
 from tilewise.data.region import Array, Box, Piece, Run, cut_out, runs, stretches
 from tilewise.data.share import Share
 from tilewise.data.source import Field
@@ -67,16 +68,16 @@ class Feed:
         return self.share.tile_elements(rank) * self.field.dtype.itemsize
 
     def batch_bytes(self, batch: int, rank: int) -> int:
-        """Return the size of the rank's slab of a batch, stored or worked, whichever is larger."""
-        rows = len(self.share.rows(batch, rank))
+        """Return the most that the rank's slab of up to a batch takes, stored or worked."""
+        rows = -(-batch // self.share.parts)  # block 2 of 5 has one row of 8, and two rows of 7
         elements = int(np.prod(self.share.slab_shape(rank), dtype=np.int64))
         return rows * elements * max(self.field.dtype.itemsize, self.dtype.itemsize)
 
-    def allocate(self, batch: int, rank: int) -> Tensor:
+    def allocate(self, batch: int, rank: int, memory: Recycler) -> Tensor:
         """Return room for the rank's slab of a batch; past the sample's edge it is zero."""
         shape = (len(self.share.rows(batch, rank)), *self.share.slab_shape(rank))
-        make = torch.empty if self.share.filled else torch.zeros
-        return make(shape, dtype=self.dtype)
+        slab = memory.take(shape, self.dtype)
+        return slab if self.share.filled else slab.zero_()
 
     def wanted(self, seen: Seen, rank: int) -> list[list[Run]]:
         """Return the runs of each seen dim that fill the rank's slab of a sample."""

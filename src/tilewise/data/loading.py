@@ -23,7 +23,7 @@ from tilewise.data.store import Store
 from tilewise.data.stream import Stream
 from tilewise.data.summary import Summary
 from tilewise.data.transform import TransformLike
-from tilewise.errors import DataError, TilewiseError
+from tilewise.errors import DataError
 from tilewise.layout import Cover, Layout
 
 FORMAT = 1
@@ -86,7 +86,7 @@ class Loader:
         self.prefetch = prefetch
         self._epoch = self._start = self._taken = 0
         self._stream: Stream | None = None
-        failure: TilewiseError | None = None
+        failure: Exception | None = None
         try:
             self.source = as_source(data)
             names = field_names(self.source, self.layouts, fields, self.mesh.size)
@@ -100,7 +100,7 @@ class Loader:
             for what, value in (("prefetch", prefetch), ("store_bytes", store_bytes or 0)):
                 if value < 0:
                     raise DataError(f"data: {what} (={value}) must not be negative")
-        except TilewiseError as error:
+        except Exception as error:
             failure = error
         agree_to_open(self.mesh, name, failure)
         self.mesh.agree(name, (self.order, chosen, self.layouts, store_bytes, augment))
@@ -108,7 +108,14 @@ class Loader:
         if store_bytes is not None:
             self.store = Store(self.feeds, self.order, self.mesh.rank, store_bytes)
         self._maker = Maker(
-            self.source, self.feeds, self.augmentation, self.mesh, store=self.store, finite=finite
+            self.source,
+            self.feeds,
+            self.augmentation,
+            self.mesh,
+            batch=self.order.batch,
+            keep=prefetch + 2,
+            store=self.store,
+            finite=finite,
         )
         note_costs(self.source, self.feeds, self.mesh.rank, name)
 

@@ -12,6 +12,7 @@ from tilewise.comm import Mesh
 from tilewise.data.augment import View
 from tilewise.data.augmentation import Augmentation, Seen
 from tilewise.data.feed import Feed, place, straight
+from tilewise.data.recycle import Recycler
 from tilewise.data.region import Array, Box, Piece, cut_out, pieces, seen, stretches, within
 from tilewise.data.source import Counts, Source
 from tilewise.data.store import FILE, Owner, Store
@@ -35,6 +36,8 @@ class Maker:
     """Makes batches on this rank, one after the other, in step with the other ranks' makers.
 
     Args:
+        batch: the largest batch to make.
+        keep: how many batches' memory is kept to be used again.
         finite: raise where a value read from a file is not finite.
     """
 
@@ -45,12 +48,15 @@ class Maker:
         augmentation: Augmentation,
         mesh: Mesh,
         *,
+        batch: int,
+        keep: int,
         store: Store | None = None,
         finite: bool = False,
     ) -> None:
         self.source, self.feeds, self.augmentation = source, feeds, augmentation
         self.mesh, self.store, self.finite = mesh, store, finite
         self.counts = Counts()
+        self._memory = [Recycler(feed.batch_bytes(batch, mesh.rank), keep) for feed in feeds]
         self._buffers: dict[int, Array] = {}
         self._plain_routes: dict[tuple[int, bool], Routes] = {}
 
@@ -90,7 +96,8 @@ class Maker:
             owners = self.store.assign(feed, made.samples)
         made.owners.append(owners)
         made.tiles.append(self._read_tiles(feed, made, owners))
-        made.tensors.append(feed.allocate(len(made.samples), self.mesh.rank))
+        memory = self._memory[feed.number]
+        made.tensors.append(feed.allocate(len(made.samples), self.mesh.rank, memory))
 
     def _row(self, feed: Feed, position: int, made: Made) -> Tensor:
         rows = feed.share.rows(len(made.samples), self.mesh.rank)

@@ -24,6 +24,7 @@ class NiftiSource(Source):
     Args:
         files: for each field by name, the files of all samples in order.
         labels: fields that get no channel dim when their images have three dims.
+        reference: which of the files the others must be like.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class NiftiSource(Source):
         *,
         labels: Sequence[str] = (),
         open_files: int = 16,
+        reference: int = 0,
     ) -> None:
         _nibabel()
         self.files = {name: [Path(file) for file in some] for name, some in files.items()}
@@ -44,10 +46,10 @@ class NiftiSource(Source):
         self.fields: dict[str, Field] = {}
         self._storage: dict[str, Storage] = {}
         for name, some in self.files.items():
-            with self._handles.use(some[0]) as image:
-                dtype = native(_dtype(image), str(some[0]))
+            with self._handles.use(some[reference]) as image:
+                dtype = native(_dtype(image), str(some[reference]))
                 self.fields[name] = Field(self._shape(name, image.shape), dtype)
-                packed = some[0].suffix == ".gz"
+                packed = some[reference].suffix == ".gz"
                 # The file is in Fortran order: its last dim is the slowest.
                 self._storage[name] = Storage(
                     tuple(reversed(image.shape)),

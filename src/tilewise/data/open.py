@@ -18,7 +18,7 @@ from tilewise.errors import DataError
 
 HDF5 = (".h5", ".hdf5", ".he5")
 NIFTI = (".nii", ".nii.gz")
-TFRECORD = ".tfrecord"
+TFRECORD = (".tfrecord", ".tfrecord.gz")
 
 
 def open_source(path: str | Path, keys: Sequence[str] | None = None) -> Source:
@@ -40,9 +40,9 @@ def open_source(path: str | Path, keys: Sequence[str] | None = None) -> Source:
         return Hdf5Source(path, keys)
     if path.suffix == ".npy":
         return _open_npy({"x": path}, keys, path)
-    source = _open_files([path], keys)
+    source = open_files([path], keys)
     if source is None:
-        known = ", ".join((*HDF5, ".npy", TFRECORD, *NIFTI))
+        known = ", ".join((*HDF5, ".npy", *TFRECORD, *NIFTI))
         raise DataError(f"data: {path}: not a known kind of file, expected one of {known}")
     return source
 
@@ -55,7 +55,7 @@ def _open_folder(path: Path, keys: Sequence[str] | None) -> Source:
     files = sorted(file for file in path.iterdir() if file.suffix in HDF5)
     if files:
         return Hdf5Source(files, keys)
-    source = _open_files(sorted(path.iterdir()), keys)
+    source = open_files(sorted(path.iterdir()), keys)
     if source is not None:
         return source
     arrays = {file.stem: file for file in sorted(path.glob("*.npy"))}
@@ -67,15 +67,17 @@ def _open_folder(path: Path, keys: Sequence[str] | None) -> Source:
     )
 
 
-def _open_files(files: Sequence[Path], keys: Sequence[str] | None) -> Source | None:
+def open_files(
+    files: Sequence[Path], keys: Sequence[str] | None, reference: int = 0
+) -> Source | None:
     """Open those of the files that are of a kind with one sample to a file."""
-    records = [file for file in files if file.name.endswith((TFRECORD, f"{TFRECORD}.gz"))]
+    records = [file for file in files if file.name.endswith(TFRECORD)]
     if records:
-        source = TfRecordSource(records, keys=keys)
+        source = TfRecordSource(records, keys=keys, reference=reference)
         cubes = [name for name, field in source.fields.items() if len(field.shape) == 4]
         return Permuted(source, dict.fromkeys(cubes, (3, 0, 1, 2)))
     images = [file for file in files if file.name.endswith(NIFTI)]
-    return NiftiSource({"x": images}) if images else None
+    return NiftiSource({"x": images}, reference=reference) if images else None
 
 
 def _open_npy(files: dict[str, Path], keys: Sequence[str] | None, path: Path) -> Source:

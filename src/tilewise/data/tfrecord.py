@@ -47,6 +47,7 @@ class TfRecordSource(Source):
             shape (s, s, s, 4), as in CosmoFlow; other bytes are uint8. `Permuted` brings the
             channels to the front.
         keys: the features to read, in order; all by default.
+        reference: which of the files the others must be like.
     """
 
     def __init__(
@@ -56,36 +57,38 @@ class TfRecordSource(Source):
         keys: Sequence[str] | None = None,
         *,
         open_files: int = 16,
+        reference: int = 0,
     ) -> None:
         given = [files] if isinstance(files, (str, Path)) else files
         self.files = [Path(file) for file in given]
         if not self.files:
             raise DataError("data: no TFRecord files given")
+        self._reference = self.files[reference]
         self.counts = Counts()
         self._formats = dict(formats or {})
         self._handles: Handles[_File] = Handles(_File, _File.close, kind="TFRecord",
                                                 limit=open_files)  # fmt: skip
         self._found: dict[Path, dict[str, Feature]] = {}
-        with self._handles.use(self.files[0]) as file:
-            features = self._features(self.files[0], file)
+        with self._handles.use(self._reference) as file:
+            features = self._features(self._reference, file)
             self._packed = file.packed
         self.fields: dict[str, Field] = {}
         for key in sorted(features) if keys is None else keys:
-            feature = _feature(features, self.files[0], key)
+            feature = _feature(features, self._reference, key)
             self.fields[key] = self._field(key, feature)
-            self._check_size(self.files[0], key, feature)
+            self._check_size(self._reference, key, feature)
 
     def _field(self, key: str, feature: Feature) -> Field:
         if feature.kind == FLOATS:
             return Field((feature.size // 4,), np.dtype("float32"))
         if feature.kind == INTEGERS:
             raise DataError(
-                f"data: {self.files[0]}: {key!r} is a list of packed integers, expected bytes or "
+                f"data: {self._reference}: {key!r} is a list of packed integers, expected bytes or "
                 "floats; name the keys to read"
             )
         if key in self._formats:
             dtype, shape = self._formats[key]
-            return Field(tuple(shape), native(np.dtype(dtype), f"{self.files[0]}: {key!r}"))
+            return Field(tuple(shape), native(np.dtype(dtype), f"{self._reference}: {key!r}"))
         side = round((feature.size / 8) ** (1 / 3))
         if key == "x" and side**3 * 8 == feature.size:
             return Field((side, side, side, 4), np.dtype("int16"))
