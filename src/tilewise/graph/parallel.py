@@ -199,21 +199,16 @@ class ParallelModel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients of passes in this block aside; the next pass after it sums them too.
+        """Leave gradients of passes in this block unsummed; the next pass after it sums them too.
 
-        Until then `.grad` has zeros in their place. Setting it to None, as `zero_grad` does, drops
-        them.
+        Until then `.grad` is this rank's share: the ranks' shares add up to the gradient, with all
+        that was there before. Clearing or scaling it on all ranks does as it would with the whole.
         """
         before, self.synchronises = self.synchronises, False
         try:
             yield
         finally:
             self.synchronises = before
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, those kept aside too."""
-        self.runs.aside.clear()
-        super().zero_grad(set_to_none)
 
     # -- what the model holds --------------------------------------------------------------
 

@@ -22,8 +22,8 @@ from tilewise.graph.halos import inputs_with_halos
 from tilewise.graph.held import Held
 from tilewise.graph.lower import Planned, plan_program
 from tilewise.graph.shapes import key
+from tilewise.graph.shares import Shares
 from tilewise.graph.steps import output_layouts
-from tilewise.graph.sync import Aside
 from tilewise.layout import Cover, Layout
 from tilewise.ops.draws import Draws
 from tilewise.plan import Plan
@@ -59,7 +59,7 @@ class Runs:
     ) -> None:
         self.graph, self.plan, self.mesh, self.held = graph, plan, mesh, held
         self.draws, self.modules, self.read_halos = draws, modules, read_halos
-        self.aside = Aside()
+        self.shares = Shares(mesh, held)
         self._runs: dict[Any, Run] = {}
         self._exchanges: dict[tuple[Layout | Cover, Layout | Cover, str], Exchange] = {}
 
@@ -97,7 +97,7 @@ class Runs:
         if found.executable is None:
             with torch.inference_mode(False):
                 found.executable = Executable(
-                    found.planned, self.plan, self.mesh, self.held, self.draws, self.aside
+                    found.planned, self.plan, self.mesh, self.held, self.draws, self.shares
                 )
         self.draws.step += 1
         return found.executable.run(tensors, sync=sync), found.planned.program
@@ -147,6 +147,7 @@ class Runs:
                 name for name in self.held.parameters if not self.held.get(name).requires_grad
             ],
             "no_sync": not sync,
+            "gradients to be summed": self.shares.names,
         }
 
 
