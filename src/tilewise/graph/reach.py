@@ -54,7 +54,7 @@ class Passing:
     at_end: Callable[[], None] | None = None
 
     def wants(self, use: Use) -> bool:
-        """Whether a parameter gets a gradient in this pass."""
+        """Whether a parameter, or whatever else was found as a use, gets a gradient."""
         return any(used and use in uses for used, uses in zip(self.used, self.reach.outputs))
 
 

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from tilewise.comm import Chain, Group, Mesh
 from tilewise.graph.reach import Gate, Passing, Reach, leave
+from tilewise.graph.recompute import Stretch
 from tilewise.graph.shares import Shares, Use, at_end_of_backward
 
 BUCKET_BYTES = 8 * 2**20
@@ -124,12 +125,14 @@ class Entry:
 
 
 def _use_at(node: Any, number: int) -> Use | None:
-    """Return the parameter that stands at an output of a node, if it is one of ours."""
+    """Return the parameter or stretch that stands at an output of a node, if it is one of ours."""
     kind = getattr(node, "_forward_cls", None)
     if kind is Gate:
         return node.use  # type: ignore[no-any-return]
     if kind is _Inner and number > 0:
         return node.state.bucket.uses[number - 1]  # type: ignore[no-any-return]
+    if kind is Stretch and number > 0:
+        return Stretch.use(node.stretch, number - 1)
     return None
 
 
