@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -102,6 +103,10 @@ class Runs:
         self.draws.step += 1
         return found.executable.run(tensors, sync=sync), found.planned.program
 
+    def outputs(self) -> list[tuple[Layout, ...]]:
+        """Return how the outputs of all programs that have run are cut."""
+        return [run.outputs for run in self._runs.values() if run.executable is not None]
+
     def exchange(self, source: Layout | Cover, target: Layout | Cover, *, layer: str) -> Exchange:
         """Return an exchange beside the programs, made ready once; all ranks ask together."""
         which = (source, target, layer)
@@ -124,10 +129,26 @@ class Runs:
                 "an input that comes with its halo has no gradient of its own slab; parallelize "
                 "without read_halos to have it"
             )
+        for parent, name, path, module in self._submodules:
+            if parent._modules.get(name) is not module:
+                return (
+                    f"{path} is not the module that was split; change its tensors in place, or "
+                    "parallelize a model with the other module"
+                )
         empty = next((name for name in self.held.places if self.held.get(name).is_meta), None)
         if empty is not None:
             return f"{empty} has no values yet; call materialize() first"
         return None
+
+    @cached_property
+    def _submodules(self) -> list[tuple[nn.Module, str, str, nn.Module]]:
+        """List the modules that were split, with their parents and names there."""
+        found = []
+        for path, module in self.modules.items():
+            parent, _, name = path.rpartition(".")
+            if path:
+                found.append((self.modules[parent], name, path, module))
+        return found
 
     def _facts(
         self, tensors: list[Tensor], layouts: tuple[Layout, ...], sync: bool
