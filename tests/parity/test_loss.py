@@ -19,7 +19,7 @@ from tilewise.layout import Axis, Layout
 from tilewise.ops.cross_entropy import cross_entropy, nll_loss
 from tilewise.ops.loss import KINDS, elementwise_loss, soft_dice
 from tilewise.ops.operation import Operation
-from tilewise.testing import RanksError, assert_close, assert_matches_serial, ranks
+from tilewise.testing import assert_close, assert_matches_serial, ranks
 
 FLOATS = st.sampled_from([torch.float64, torch.float64, torch.float32, torch.bfloat16])
 REDUCTIONS = st.sampled_from(["mean", "sum", "none"])
@@ -225,16 +225,25 @@ def test_all_ignored(dim: int, smoothing: float) -> None:
     ranks(2, run_ignored, dim, smoothing)
 
 
-def run_wrong_target(mesh: Mesh) -> None:
-    x = Layout((2, 4), [Axis(2, 1)])
-    operation = cross_entropy(x, (2,), rank=mesh.rank)
-    bound = operation.bind(mesh, [x, Layout((2,), [Axis(2)])], layer="test")
-    bound(torch.zeros(x.local_shape(mesh.rank)), torch.tensor([1, 4]))
+def run_wrong_target(mesh: Mesh, dim: int, wrong: int) -> None:
+    """Give a wrong target to the last rank only where the samples are cut."""
+    x = Layout((3, 4), [Axis(3, dim)])
+    target = Layout((3,), [Axis(3, 0 if dim == 0 else -1)])
+    for plan in (cross_entropy, nll_loss):
+        for reduction in ("mean", "sum", "none"):
+            operation = plan(x, (3,), reduction=reduction, rank=mesh.rank)
+            bound = operation.bind(mesh, [x, target], layer="test")
+            with pytest.raises(OperatorError, match="neither a class 0 … 3 nor ignore_index"):
+                bound(
+                    torch.zeros(x.local_shape(mesh.rank)),
+                    torch.tensor([1, 2, wrong])[target.slab(mesh.rank)],
+                )
 
 
-def test_wrong_target() -> None:
-    with pytest.raises(RanksError, match="neither a class 0 … 3 nor ignore_index"):
-        ranks(2, run_wrong_target)
+@pytest.mark.parametrize("wrong", [4, -1])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_wrong_target_of_one_rank_raises_on_all(dim: int, wrong: int) -> None:
+    ranks(3, run_wrong_target, dim, wrong)
 
 
 # Dice
@@ -304,6 +313,11 @@ def run_counted(mesh: Mesh, name: str, dim: int) -> tuple[list[str], list[str]]:
             same,
             x,
         ),
+        "entropies": (
+            cross_entropy(x, (4, 4), reduction="none", rank=mesh.rank),
+            indices,
+            spatial,
+        ),
         "cross_entropy": (cross_entropy(x, (4, 4), rank=mesh.rank), indices, spatial),
         "nll": (nll_loss(x, (4, 4), rank=mesh.rank), indices, spatial),
         "dice": (soft_dice(x, (4, 4), rank=mesh.rank), indices, spatial),
@@ -313,9 +327,9 @@ def run_counted(mesh: Mesh, name: str, dim: int) -> tuple[list[str], list[str]]:
     chain.start()
     with mesh.trace.record() as forward:
         loss = operation.bind(mesh, [x, layout], layer="test")(slab, target, chain=chain)
-    (loss,) = chain.tie((loss,))
+    assert chain.token is not None
     with mesh.trace.record() as backward:
-        loss.sum().backward()
+        (loss.sum() + 0.0 * chain.token).backward()
     return [event.operation for event in forward], [event.operation for event in backward]
 
 
@@ -324,6 +338,7 @@ def run_counted(mesh: Mesh, name: str, dim: int) -> tuple[list[str], list[str]]:
     [
         ("mse", 2, ["sum"], []),
         ("none", 2, [], []),
+        ("entropies", 2, ["sum"], []),
         ("cross_entropy", 2, ["sum"], []),
         ("cross_entropy", 1, ["send", "sum"], ["sum"]),
         ("nll", 0, ["sum"], []),

@@ -194,9 +194,9 @@ def run_counted(mesh: Mesh, dims: list[tuple[int, int]], statistics: str) -> tup
     chain.start()
     with mesh.trace.record() as forward:
         y = bound(slab, *(torch.ones(buffer.local_shape(mesh.rank)) for _ in range(2)), chain=chain)
-    (y,) = chain.tie((y,))
+    assert chain.token is not None
     with mesh.trace.record() as backward:
-        y.sum().backward()
+        (y.sum() + 0.0 * chain.token).backward()
     return len(forward), len(backward)
 
 

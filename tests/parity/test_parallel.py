@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any, NamedTuple
 
 import pytest
@@ -142,6 +144,41 @@ class Largest(TorchDispatchMode):
         return out
 
 
+class Constant(nn.Module):
+    """A parameter without values beside tensors that have some, one of them cut by c and f."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.conv.weight = nn.Parameter(torch.ones(4, 3, 3, 3, device="cpu"))
+        self.gain = nn.Parameter(torch.empty(4))
+        self.register_buffer("scale", torch.full((4,), 0.5, device="cpu"))
+
+    def reset_parameters(self) -> None:
+        self.gain.data.copy_(self.scale).mul_(3.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.conv(x) * (self.gain * self.scale).view(1, -1, 1, 1)
+        return out
+
+
+def build_rest(mesh: Mesh, plan: str) -> None:
+    with torch.device("meta"):
+        empty = Constant()
+    model = tw.parallelize(empty, torch.empty(SHAPE, device="meta"), plan, mesh=mesh)
+    found = tw.full_state_dict(model.materialize(seed=5))
+    assert (found["conv.weight"] == 1.0).all()
+    assert (found["scale"] == 0.5).all()
+    assert (found["gain"] == 1.5).all()
+    torch.manual_seed(5)
+    assert torch.equal(found["conv.bias"], nn.Conv2d(3, 4, 3).bias)
+
+
+@pytest.mark.parametrize("plan", ["n2", "f2", "c2"])
+def test_tensors_that_have_values_keep_them(plan: str) -> None:
+    ranks(2, build_rest, plan)
+
+
 def build_late(mesh: Mesh, plan: str) -> None:
     with torch.device("meta"):
         empty = Scaled()
@@ -278,6 +315,47 @@ def average(mesh: Mesh, graph: Graph, plan: str) -> None:
 @pytest.mark.parametrize("plan", ["n2 h2", "w4", "c2", "n2 h4"])
 def test_mean_is_that_of_one_device_and_so_is_its_gradient(plan: str) -> None:
     ranks(8, average, captured(Dense, (4, 2, 7, 6)), plan)
+
+
+def refuse_means(mesh: Mesh, graph: Graph) -> None:
+    model = split(mesh, build(Dense), graph, "h2")
+    y = model(model.scatter(draw(4, 2, 7, 6)))
+    model.mean(y.mean(1))  # channels are not cut
+    for values in (y > 0, y.long()):
+        with pytest.raises(RuntimeError, match=r"mean: ranks 0, 1: values of torch.* have no mean"):
+            model.mean(values)
+    for values in (y.mean(2), y.sum(), y[:, :, : mesh.rank + 1]):
+        with pytest.raises(MismatchError, match=r"are not cut as the output \(4, 3, 7, 6\) is"):
+            model.mean(values)
+
+
+def test_what_has_no_mean_raises_on_all_ranks() -> None:
+    ranks(2, refuse_means, captured(Dense, (4, 2, 7, 6)))
+
+
+# -- what a parallel model is not -----------------------------------------------------------------
+
+
+def replace(mesh: Mesh, graph: Graph) -> None:
+    model = split(mesh, build(Small), graph, "n2")
+    slab = model.scatter(draw(*SHAPE))
+    for parent, name, new in (
+        (model, "conv", nn.Conv2d(6, 6, 3, padding=1)),
+        (model.stem, "1", nn.Identity()),
+    ):
+        old = getattr(parent, name)
+        setattr(parent, name, new)
+        with pytest.raises(MismatchError, match=f"{name} is not the module that was split"):
+            model(slab)
+        setattr(parent, name, old)
+    model(slab)
+    for refuse in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(PlanError, match=r"full_state_dict\(\) into a plain model"):
+            refuse(model)
+
+
+def test_modules_cannot_be_replaced_nor_the_model_copied() -> None:
+    ranks(2, replace, captured(Small, SHAPE))
 
 
 # -- two models at a time -------------------------------------------------------------------------

@@ -282,3 +282,73 @@ def no_gradient(mesh: Mesh, graph: Graph) -> None:
 
 def test_frozen_layers_are_not_recomputed() -> None:
     ranks(2, no_gradient, captured(UNet, SHAPE))
+
+
+class Ends(nn.Module):
+    """Outputs that do not all depend on both layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = F.relu(self.a(x))
+        z = self.b(y)
+        return y, z, z.argmax(1), z.detach() + y
+
+
+def use_some(mesh: Mesh, graph: Graph, plan: str, patterns: tuple[str, ...]) -> None:
+    x = draw(4, 3, 9, 8)
+    for used in (0, 1, 3):
+        cut = Plan.uniform(graph, plan, recompute=patterns)
+        serial, model = build(Ends), split(mesh, build(Ends), graph, cut)
+        model.gather(model(model.scatter(x)))[used].square().sum().backward()
+        serial(x)[used].square().sum().backward()
+        assert_grads(model, serial)
+        assert (model.get_parameter("b.weight").grad is None) == (used != 1)
+    for one in (serial, model):  # the input's gradient alone, after a pass without it
+        one.requires_grad_(False)
+    model(model.scatter(x))
+    slab, x = model.scatter(x).requires_grad_(), x.requires_grad_()
+    model.gather(model(slab))[0].square().sum().backward()
+    serial(x)[0].square().sum().backward()
+    assert x.grad is not None
+    assert_close(slab.grad, x.grad[model.input_layouts[0].slab(mesh.rank)], "input gradient")
+
+
+@pytest.mark.parametrize("patterns", [("*",), ("a", "b")])
+@pytest.mark.parametrize("plan", ["n2 h2", "h2 f2"])
+def test_recomputed_layers_that_the_loss_ignores_have_no_gradient(
+    plan: str, patterns: tuple[str, ...]
+) -> None:
+    ranks(4, use_some, captured(Ends, (4, 3, 9, 8)), plan, patterns)
+
+
+class Averaging(nn.Module):
+    """A norm that reads how many batches it has seen, which its model counts outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4, momentum=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.conv(x))
+        return out
+
+
+def count_on(mesh: Mesh, graph: Graph) -> None:
+    plan = Plan.uniform(graph, "h2", recompute=("norm",))
+    serial, model = build(Averaging), split(mesh, build(Averaging), graph, plan)
+    x = draw(4, 3, 9, 8)
+    found, expected = model.gather(model(model.scatter(x))), serial(x)
+    with torch.no_grad():
+        model(model.scatter(x))
+        serial(x)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    assert_grads(model, serial)
+    assert_state(model, serial)
+
+
+def test_buffers_may_change_before_layers_are_computed_again() -> None:
+    ranks(2, count_on, captured(Averaging, (4, 3, 9, 8)))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilewise import Mesh, Plan
-from tilewise.errors import PlanError
+from tilewise.errors import MismatchError, PlanError
 from tilewise.graph import Graph
 from tilewise.testing import ranks
 from tilewise.testing.compare import assert_close, error
@@ -310,3 +310,77 @@ def test_autocast_to_bfloat16(plan: str) -> None:
 def test_autocast_with_empty_slabs(recompute: tuple[str, ...]) -> None:
     """Ranks without a slab bring the dtype that their peers bring."""
     ranks(8, cast, captured(Mixed, (2, 2, 32, 6, 8), None, torch.float32), "d8", recompute)
+
+
+def convert_some(mesh: Mesh, graph: Graph) -> None:
+    x = draw(*SHAPE, dtype=torch.float32)
+    serial, model = (build(Normed, torch.float32) for _ in range(2))
+    model = split(mesh, model, graph, "n2")
+    for _ in range(2):
+        for one in (serial, model):
+            one.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = one(x) if one is serial else model.gather(model(model.scatter(x)))
+            y.float().square().mean().backward()
+        # bfloat16 has 8 bits; a sum left out is off by half
+        assert_grads(model, serial, tolerance=0.1)
+        for one in (serial, model):
+            one.conv.bfloat16()  # the norm stays as it is
+
+
+class Normed(nn.Module):
+    """A layer that is converted, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.conv = nn.BatchNorm2d(3), nn.Conv2d(3, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.conv(self.norm(x))
+        return out
+
+
+def test_parameters_are_converted_one_by_one_between_passes() -> None:
+    ranks(2, convert_some, captured(Normed, SHAPE, dtype=torch.float32))
+
+
+class Flat(nn.Module):
+    """Rows that are flattened with their columns: cut where they are even, else whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 1, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.conv(x).flatten(1)
+        return out
+
+
+def average(mesh: Mesh, graph: Graph) -> None:
+    serial, model = build(Flat), split(mesh, build(Flat), graph, "h2")
+    for rows in (6, 7, 8, 3):
+        x = draw(1, 3, rows, 6)
+        there = model.at(tuple(x.shape))
+        y = there(there.scatter(x))
+        found, expected = there.mean(y.square()), serial(x).square().mean()
+        assert_close(found, expected, "mean")
+        found.backward()
+        expected.backward()
+        assert_grads(model, serial)
+        wrong = {6: None, 7: "are not cut as", 8: "are not cut as", 3: "which are cut differently"}
+        if wrong[rows] is None:
+            model.mean(y.square())
+            continue
+        with pytest.raises(MismatchError, match=wrong[rows]):
+            model.mean(y.square())
+    x = draw(3, 3, 6, 6)
+    found = model.mean(model(model.scatter(x, batch=3), batch=3).square(), batch=3)
+    expected = serial(x).square().mean()
+    assert_close(found, expected, "mean")
+    found.backward()
+    expected.backward()
+    assert_grads(model, serial)
+
+
+def test_means_are_of_the_shape_that_ran() -> None:
+    ranks(2, average, captured(Flat, (1, 3, 6, 6)))

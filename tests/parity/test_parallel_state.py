@@ -207,6 +207,21 @@ def test_an_optimizer_whose_state_is_not_by_parameter_says_so() -> None:
     ranks(2, unsavable, captured(Idle, SHAPE))
 
 
+def regroup(mesh: Mesh, graph: Graph) -> None:
+    model = split(mesh, build(Idle), graph, "n2")
+    first, *rest = model.parameters()
+    two = torch.optim.Adam([{"params": [first], "lr": 0.5}, {"params": rest}])
+    one = torch.optim.Adam(model.parameters(), 0.3)
+    for saved, loading in ((two, one), (one, two)):
+        with pytest.raises(PlanError, match="parameter groups were saved, the Adam has"):
+            tw.load_optimizer_state_dict(model, loading, tw.optimizer_state_dict(model, saved))
+    assert one.param_groups[0]["lr"] == 0.3
+
+
+def test_another_number_of_parameter_groups_is_refused() -> None:
+    ranks(2, regroup, captured(Idle, SHAPE))
+
+
 # -- full state dicts -----------------------------------------------------------------------------
 
 

@@ -218,24 +218,6 @@ def test_gradients_accumulate_over_micro_batches_of_any_size(plan: str, last: bo
     ranks(4, accumulate, graph(), plan, last)
 
 
-def drop(mesh: Mesh, graph: Graph) -> None:
-    serial, model = build(Small), split(mesh, build(Small), graph, "n2")
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    x, t = batches(1)[0]
-    serial_loss(serial, x, t).backward()
-    for clear in (optimizer.zero_grad, model.zero_grad, lambda: model.zero_grad(False)):
-        with model.no_sync():
-            model.loss(*model.scatter(x, t)).backward()
-        clear()
-        model.loss(*model.scatter(x, t)).backward()
-        assert_grads(model, serial)
-        optimizer.zero_grad()
-
-
-def test_clearing_gradients_drops_those_kept_aside() -> None:
-    ranks(2, drop, graph())
-
-
 class Heads(nn.Module):
     """Two heads, the second only in training, and a layer that nothing uses."""
 
@@ -270,7 +252,7 @@ def test_parameters_without_a_gradient_have_none(plan: str) -> None:
     ranks(4, leave_out, captured(Heads, SHAPE), plan)
 
 
-def set_aside_by_another_program(mesh: Mesh, graph: Graph) -> None:
+def left_by_another_program(mesh: Mesh, graph: Graph) -> None:
     """The pass that sums need not be of the program whose gradients wait."""
     serial, model = build(Heads), split(mesh, build(Heads), graph, "n2")
     x = draw(*SHAPE)
@@ -283,8 +265,8 @@ def set_aside_by_another_program(mesh: Mesh, graph: Graph) -> None:
     assert_grads(model, serial)
 
 
-def test_gradients_kept_aside_are_summed_by_whatever_pass_comes_next() -> None:
-    ranks(2, set_aside_by_another_program, captured(Heads, SHAPE))
+def test_gradients_not_summed_yet_are_summed_by_whatever_pass_comes_next() -> None:
+    ranks(2, left_by_another_program, captured(Heads, SHAPE))
 
 
 def ask(mesh: Mesh, graph: Graph, plan: str) -> None:
@@ -306,7 +288,7 @@ def ask(mesh: Mesh, graph: Graph, plan: str) -> None:
         (only,) = torch.autograd.grad(model.loss(slab, target), [slab])
     assert_close(only, found[0], "input alone")
     assert not [event for event in events if event.layer.startswith("gradients")]
-    # what was kept aside before is not lost to somebody who asks for other gradients
+    # what is not summed yet is not lost to somebody who asks for other gradients
     with model.no_sync():
         model.loss(slab, target).backward()
     torch.autograd.grad(model.loss(slab, target), [slab])

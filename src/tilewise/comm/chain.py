@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 
 class Chain:
@@ -25,14 +24,6 @@ class Chain:
     def start(self, device: torch.device | None = None) -> None:
         """Begin a pass whose communicating nodes need gradients."""
         self.token = torch.zeros((), device=device, requires_grad=True)
-
-    def tie(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Make whoever runs backward from one of these pass the whole chain."""
-        if self.token is None or not self.token.requires_grad:
-            return tensors
-        return tuple(
-            _Tie.apply(tensor, self.token) if tensor.requires_grad else tensor for tensor in tensors
-        )
 
 
 def passed(tensor: Tensor) -> Iterator[tuple[Any, int]]:
@@ -55,19 +46,3 @@ def passed(tensor: Tensor) -> Iterator[tuple[Any, int]]:
             opened.add(node)
             token = getattr(getattr(node, "_forward_cls", None), "token_at", None)
             waiting += [after for i, after in enumerate(node.next_functions) if i != token]
-
-
-class _Tie(torch.autograd.Function):
-    token_at = 1
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, token: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.token = (token.dtype, token.device)
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Tensor]:
-        dtype, device = ctx.token
-        return grad, torch.zeros((), dtype=dtype, device=device)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from functools import cached_property
-from itertools import product
+from itertools import combinations, product
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tilewise.errors import PlanError
 from tilewise.graph.graph import Program, Value
 from tilewise.graph.shapes import tensors_in
-from tilewise.layout import Cover, Layout
+from tilewise.layout import PARTIAL, Axes, Axis, Cover, Layout
 
 if TYPE_CHECKING:
     from tilewise.graph.parallel import ParallelModel
@@ -114,6 +115,25 @@ class At:
         ]
         return tree_unflatten(whole, spec)
 
+    def mean(self, values: Tensor, *, output: int = 0, guessed: bool = False) -> Tensor:
+        """Return the mean of a tensor that is split as an output is, over all ranks.
+
+        Its gradient is that of the mean on one device. Values may lack dims that are not cut. With
+        `guessed`, no other pass may have had an output of this shape that is cut differently.
+        """
+        layout = self.output_layouts[output]
+        mesh = self.runs.mesh
+        facts = {"output": output, "global": layout.shape, "dtype": str(values.dtype)}
+        others = [outputs[output] for outputs in self.runs.outputs() if output < len(outputs)]
+        error = _no_mean(values, layout, others if guessed else [], mesh.rank)
+        mesh.agree("mean", facts, error=error)
+        partial = Axes(Axis(a.size, PARTIAL if a.dim >= 0 else a.dim) for a in layout.axes)
+        target = Layout.replicated((2,), ranks=mesh.size)
+        exchange = self.runs.exchange(Layout((2,), partial), target, layer="mean")
+        total = values.sum(dtype=torch.float64)
+        sums = exchange(torch.stack([total, total.new_tensor(values.numel())]))
+        return (sums[0] / sums[1].detach()).to(values.dtype)
+
     def _gathered(self, slab: Tensor, layout: Layout) -> Tensor:
         target = Layout.replicated(layout.shape, ranks=layout.ranks)
         return self.runs.exchange(layout, target, layer="gather")(slab)
@@ -129,6 +149,38 @@ def _slab(whole: Tensor, layout: Layout | Cover, rank: int) -> Tensor:
         here = tuple(slice(piece.at, piece.at + piece.stop - piece.start) for piece in pieces)
         out[here] = whole[tuple(slice(piece.start, piece.stop) for piece in pieces)]
     return out
+
+
+def _no_mean(values: Tensor, layout: Layout, others: list[Layout], rank: int) -> str | None:
+    """Say why values are not to be averaged as slabs of a layout."""
+    if not values.is_floating_point():
+        return f"values of {values.dtype} have no mean; convert them to a floating point dtype"
+    shape = tuple(values.shape)
+    if not _fits(shape, layout, rank):
+        return (
+            f"values of shape {shape} are not cut as the output {layout.shape} is, of which this "
+            f"rank has {layout.local_shape(rank)}; say batch=, or use at(...).mean"
+        )
+    for other in others:
+        if other.axes != layout.axes and _fits(shape, other, rank):
+            return (
+                f"values of shape {shape} may be of the output {layout.shape} or of {other.shape}, "
+                "which are cut differently; say batch=, or use at(...).mean"
+            )
+    return None
+
+
+def _fits(shape: tuple[int, ...], layout: Layout, rank: int) -> bool:
+    """Whether a tensor is a slab, or one whose dims that are not cut are of size 1 or gone."""
+    local = layout.local_shape(rank)
+    cut = {axis.dim for axis in layout.axes if axis.dim >= 0}
+    return any(
+        cut <= set(dims)
+        and all(
+            size == local[dim] or (size == 1 and dim not in cut) for size, dim in zip(shape, dims)
+        )
+        for dims in combinations(range(len(local)), len(shape))
+    )
 
 
 def _unlike(given: tuple[Any, ...], examples: tuple[Any, ...]) -> str | None:

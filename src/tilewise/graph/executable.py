@@ -12,10 +12,10 @@ from tilewise.comm import Chain, Exchange, Mesh
 from tilewise.graph.graph import Value
 from tilewise.graph.held import Held
 from tilewise.graph.lower import Planned
-from tilewise.graph.reach import Use
 from tilewise.graph.recompute import recomputed
+from tilewise.graph.shares import Shares
 from tilewise.graph.steps import Step, Steps, WriteBack
-from tilewise.graph.sync import Aside, Entry, GradSync
+from tilewise.graph.sync import Entry, GradSync
 from tilewise.ops.draws import Draws
 from tilewise.plan import Plan
 
@@ -24,13 +24,14 @@ class Executable:
     """A planned program on a mesh: run it with this rank's slabs and parameters."""
 
     def __init__(
-        self, planned: Planned, plan: Plan, mesh: Mesh, held: Held, draws: Draws, aside: Aside
+        self, planned: Planned, plan: Plan, mesh: Mesh, held: Held, draws: Draws, shares: Shares
     ) -> None:
-        self.mesh, self.held, self.draws, self.aside = mesh, held, draws, aside
+        self.mesh, self.held, self.draws, self.shares = mesh, held, draws, shares
         built = Steps(planned, plan, mesh, held)
         self.uses, self.places, self.output_slots = built.uses, len(built.slots), built.output_slots
         self.stretches = _stretches(built.steps)
-        self.sync: dict[tuple[Use, ...], GradSync] = {}
+        self.written = {value for step in built.steps for value in step.writes}
+        self.sync: dict[tuple[Any, ...], GradSync] = {}
 
     def run(self, inputs: Sequence[Tensor], *, sync: bool = True) -> tuple[Tensor, ...]:
         """Compute this rank's slabs of the outputs from its slabs of the inputs."""
@@ -40,41 +41,29 @@ class Executable:
         entry: Entry | None = None
         if torch.is_grad_enabled() and self.mesh.size > 1:
             chain.start()
-            entry = self._enter(chain, sync)
-        for stretch in self.stretches:
+            entry = self._enter(inputs, chain, sync)
+        for number, stretch in enumerate(self.stretches):
             if stretch[0].recompute and torch.is_grad_enabled():
-                self._recompute(stretch, memory, chain, entry)
+                self._recompute(number, memory, chain, entry)
                 continue
             for step in stretch:
                 self._step(step, memory, chain, entry)
         outputs = tuple(memory[slot] for slot in self.output_slots)
         return outputs if entry is None else entry.leave(outputs)
 
-    def _enter(self, chain: Chain, sync: bool) -> Entry:
-        """Let the parameters in, and those of other programs whose gradients wait to be summed."""
+    def _enter(self, inputs: Sequence[Tensor], chain: Chain, sync: bool) -> Entry:
+        """Let the parameters in."""
         uses = [use for use in self.uses if self.held.get(use[0]).requires_grad]
-        left = [
-            use
-            for use in (self.aside.grads if sync else ())
-            if use not in uses and self.held.get(use[0]).requires_grad
-        ]
-        key = (*left, *uses)
-        parameters = {name: self.held.get(name) for name, _ in key}
+        parameters = {name: self.held.get(name) for name, _ in uses}
+        kinds = ((tensor.dtype, tensor.device) for tensor in parameters.values())
+        key = (*uses, *kinds, *(tensor.requires_grad for tensor in inputs))
         if key not in self.sync:
-            self.sync[key] = GradSync(self.mesh, self.aside, key, parameters)
-        return Entry(
-            self.sync[key],
-            parameters,
-            chain,
-            outputs=len(self.output_slots),
-            sync=sync,
-            left=left,
-        )
+            self.sync[key] = GradSync(self.mesh, self.shares, uses, parameters)
+        return Entry(self.sync[key], parameters, chain, outputs=len(self.output_slots), sync=sync)
 
-    def _recompute(
-        self, steps: list[Step], memory: list[Any], chain: Chain, entry: Entry | None
-    ) -> None:
+    def _recompute(self, number: int, memory: list[Any], chain: Chain, entry: Entry | None) -> None:
         """Run a stretch as one node that keeps only what it reads."""
+        steps = self.stretches[number]
         made = {slot for step in steps for slot in step.outputs}
         freed = {slot for step in steps for slot in step.frees}
         read = dict.fromkeys(
@@ -102,8 +91,18 @@ class Executable:
             return tuple(here[slot] for slot in left)
 
         operands = [memory[slot] for slot in slots]
-        operands += [self._held(what, entry) for what in fixed]
-        results = recomputed(body, operands, chain, self.draws)
+        for what in fixed:
+            tensor = self._held(what, entry)
+            # another pass may have written it before this one is computed again
+            operands.append(tensor.clone() if what[0] in self.written else tensor)
+        results = recomputed(
+            body,
+            operands,
+            chain,
+            self.draws,
+            name=f"#{number}",
+            wants=None if entry is None else entry.passing.wants,
+        )
         for slot, tensor in zip(left, results, strict=True):
             memory[slot] = tensor
         for slot in freed:

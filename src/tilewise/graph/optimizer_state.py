@@ -49,6 +49,12 @@ def load_optimizer_state_dict(
     model: ParallelModel, optimizer: Optimizer, state: dict[str, Any]
 ) -> None:
     """Load what `optimizer_state_dict` gave, with blocks of this plan or whole tensors."""
+    saved = {key.split(".")[1] for key in state if key.startswith("group.")}
+    if saved and len(saved) != len(optimizer.param_groups):
+        raise PlanError(
+            f"load_optimizer_state_dict: {len(saved)} parameter groups were saved, the "
+            f"{type(optimizer).__name__} has {len(optimizer.param_groups)}; build it as it was"
+        )
     for name, parameter, group in _stepped(model, optimizer):
         if not state.get(f"known.{name}", True):
             optimizer.state.pop(parameter, None)

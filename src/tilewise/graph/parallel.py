@@ -21,7 +21,7 @@ from tilewise.graph.lower import plan_program
 from tilewise.graph.materialize import Init, materialize
 from tilewise.graph.runs import Runs
 from tilewise.graph.shapes import Shape, batch_of, tensors_in, with_batch, with_shapes
-from tilewise.layout import PARTIAL, Axes, Axis, Cover, Layout
+from tilewise.layout import Cover, Layout
 from tilewise.ops.draws import Draws
 from tilewise.plan import Plan
 
@@ -132,18 +132,13 @@ class ParallelModel(nn.Module):
         """Return the loss of input slabs and target slabs, the same on every rank."""
         return self._of_batch(batch).loss(*tensors)
 
-    def mean(self, values: Tensor, *, output: int = 0) -> Tensor:
+    def mean(self, values: Tensor, *, output: int = 0, batch: int | None = None) -> Tensor:
         """Return the mean of a tensor that is split as an output is, over all ranks.
 
-        Its gradient is that of the mean on one device.
+        Its gradient is that of the mean on one device. Values may lack dims that are not cut.
+        Those of a pass at another global shape go to `at(...).mean`.
         """
-        axes = self.output_layouts[output].axes
-        partial = Axes(Axis(a.size, PARTIAL if a.dim >= 0 else a.dim) for a in axes)
-        target = Layout.replicated((2,), ranks=self.mesh.size)
-        exchange = self.runs.exchange(Layout((2,), partial), target, layer="mean")
-        total = values.sum(dtype=torch.float64)
-        sums = exchange(torch.stack([total, total.new_tensor(values.numel())]))
-        return (sums[0] / sums[1].detach()).to(values.dtype)
+        return self._of_batch(batch).mean(values, output=output, guessed=batch is None)
 
     # -- shapes ----------------------------------------------------------------------------
 
@@ -199,10 +194,10 @@ class ParallelModel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients of passes in this block aside; the next pass after it sums them too.
+        """Leave gradients of passes in this block unsummed; the next pass after it sums them too.
 
-        Until then `.grad` has zeros in their place. Setting it to None, as `zero_grad` does, drops
-        them.
+        Until then `.grad` is this rank's share: the ranks' shares add up to the gradient, with all
+        that was there before. Clearing or scaling it on all ranks does as it would with the whole.
         """
         before, self.synchronises = self.synchronises, False
         try:
@@ -210,17 +205,12 @@ class ParallelModel(nn.Module):
         finally:
             self.synchronises = before
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, those kept aside too."""
-        self.runs.aside.clear()
-        super().zero_grad(set_to_none)
-
     # -- what the model holds --------------------------------------------------------------
 
     def materialize(
         self, init: Init | None = None, *, seed: int = 0, device: torch.device | str = "cpu"
     ) -> ParallelModel:
-        """Give values to a model that was built on the meta device.
+        """Give values to a model that was built on the meta device, to all that has none yet.
 
         One module after the other is made whole on the CPU, initialised, cut and freed, in the
         order of `nn.Module.apply`; only modules that hold tensors of their own are. Each rank
@@ -234,7 +224,13 @@ class ParallelModel(nn.Module):
             seed: of torch's generator, which is left as it was.
             device: where the blocks go. Build the optimizer afterwards.
         """
-        materialize(self.held, init, seed, torch.device(device))
+        materialize(
+            self.held,
+            init,
+            seed,
+            torch.device(device),
+            lambda name: state.gather(self, name, self.held.get(name)),
+        )
         return self
 
     def cover(self, name: str) -> Cover:
@@ -244,6 +240,12 @@ class ParallelModel(nn.Module):
     def gather_held(self, name: str, local: Tensor) -> Tensor:
         """Return a tensor that is cut as the parameter `name` is, whole on every rank."""
         return state.gather(self, name, local)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PlanError(
+            "a parallel model is tied to its mesh and can be neither copied nor pickled; load its "
+            "full_state_dict() into a plain model and parallelize that, or save its state_dict()"
+        )
 
     def extra_repr(self) -> str:
         return f"ranks={self.mesh.size}, rank={self.mesh.rank}"

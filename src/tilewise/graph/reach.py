@@ -17,9 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from tilewise.comm import Chain, Mesh
 from tilewise.comm.chain import passed
-
-Use = tuple[str, tuple[int, ...]]
-"""A parameter's name and the ranks that share its block in some layer."""
+from tilewise.graph.shares import Use, at_end_of_backward
 
 
 @dataclass
@@ -45,14 +43,18 @@ class Reach:
 
 @dataclass
 class Passing:
-    """Which outputs of one pass some rank uses; known once backward has begun."""
+    """Which outputs of one pass some rank uses; known once backward has begun.
+
+    `at_end` runs after backward.
+    """
 
     mesh: Mesh
     reach: Reach
     used: list[bool]
+    at_end: Callable[[], None] | None = None
 
     def wants(self, use: Use) -> bool:
-        """Whether a parameter gets a gradient in this pass."""
+        """Whether a parameter, or whatever else was found as a use, gets a gradient."""
         return any(used and use in uses for used, uses in zip(self.used, self.reach.outputs))
 
 
@@ -92,6 +94,8 @@ class _Leave(torch.autograd.Function):
             flags[i] = grad is not None
         passing.mesh.sum(flags, passing.mesh.group(), layer="outputs (backward)")
         passing.used = (flags > 0).tolist()
+        if passing.at_end is not None:
+            at_end_of_backward(passing.at_end)
         return None, None, torch.zeros((), device=given.device), *grads
 
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewise.comm import Chain
+from tilewise.comm.chain import passed
+from tilewise.graph.shares import Use
 from tilewise.ops.draws import Draws
 
 Body = Callable[[Sequence[Tensor], Chain, bool], tuple[Tensor, ...]]
@@ -32,9 +34,19 @@ class _Conditions:
 
 
 def recomputed(
-    body: Body, inputs: Sequence[Tensor], chain: Chain, draws: Draws
+    body: Body,
+    inputs: Sequence[Tensor],
+    chain: Chain,
+    draws: Draws,
+    *,
+    name: str,
+    wants: Callable[[Use], bool] | None,
 ) -> tuple[Tensor, ...]:
-    """Run `body(inputs, chain, again)`, keeping nothing but its inputs for backward."""
+    """Run `body(inputs, chain, again)`, keeping nothing but its inputs for backward.
+
+    `wants` tells in backward which outputs, by `Stretch.use`, have a gradient on one device; None
+    where those that get one have one.
+    """
     if not any(tensor.requires_grad for tensor in inputs):
         return body(inputs, chain, False)
     device = inputs[0].device.type
@@ -45,14 +57,19 @@ def recomputed(
         torch.get_autocast_dtype(device),
     )
     token = torch.zeros((), requires_grad=True) if chain.token is None else chain.token
-    new_token, *outputs = _Stretch.apply(body, draws, conditions, token, *inputs)
+    new_token, *outputs = Stretch.apply(body, draws, conditions, (name, wants), token, *inputs)
     if chain.token is not None:
         chain.token = new_token
     return tuple(outputs)
 
 
-class _Stretch(torch.autograd.Function):
+class Stretch(torch.autograd.Function):
     token_at = 0
+
+    @staticmethod
+    def use(name: str, output: int) -> Use:
+        """Name an output as `Reach` finds it: the program's outputs that depend on it are known."""
+        return name, (output,)
 
     @staticmethod
     def forward(
@@ -60,10 +77,13 @@ class _Stretch(torch.autograd.Function):
         body: Body,
         draws: Draws,
         conditions: _Conditions,
+        known: tuple[str, Callable[[Use], bool] | None],
         token: Tensor,
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.body, ctx.draws, ctx.conditions = body, draws, conditions
+        ctx.stretch, ctx.wants = known
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
         outputs = body([tensor.detach() for tensor in inputs], Chain(), False)
         given = {tensor.untyped_storage().data_ptr() for tensor in inputs}
@@ -75,9 +95,9 @@ class _Stretch(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, token: Tensor, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, token: Tensor | None, *grads: Tensor | None) -> tuple[Any, ...]:
         conditions, draws = ctx.conditions, ctx.draws
-        needed = ctx.needs_input_grad[4:]
+        needed = ctx.needs_input_grad[5:]
         inputs = [
             tensor.detach().requires_grad_(need) for tensor, need in zip(ctx.saved_tensors, needed)
         ]
@@ -95,14 +115,29 @@ class _Stretch(torch.autograd.Function):
                 outputs = ctx.body(inputs, chain, True)
         finally:
             draws.step = step
-        ends = [(t, g) for t, g in zip(outputs, grads) if t.requires_grad]
+        wanted = [
+            (tensor, grad)
+            for i, (tensor, grad) in enumerate(zip(outputs, grads))
+            if tensor.requires_grad
+            and (grad is not None if ctx.wants is None else ctx.wants(Stretch.use(ctx.stretch, i)))
+        ]
+        reached = _reached([tensor for tensor, _ in wanted])
+        ends = [(tensor, grad) for tensor, grad in wanted if grad is not None]
         if chain.token is not start and chain.token is not None:
             ends.append((chain.token, torch.zeros_like(chain.token)))
-        torch.autograd.backward([t for t, _ in ends], [g for _, g in ends])
+        if ends:
+            torch.autograd.backward([t for t, _ in ends], [g for _, g in ends])
         return (
-            None,
-            None,
-            None,
+            *(None for _ in range(4)),
             token,
-            *(tensor.grad if need else None for tensor, need in zip(inputs, needed)),
+            *(tensor.grad if id(tensor) in reached else None for tensor in inputs),
         )
+
+
+def _reached(ends: Sequence[Tensor]) -> set[int]:
+    """Return the ids of the leaves that these depend on, the thread of messages left out.
+
+    Messages of a branch that nobody uses travel with zeros; one device has no gradient there.
+    """
+    leaves = [node.variable for end in ends for node, _ in passed(end) if hasattr(node, "variable")]
+    return {id(leaf) for leaf in (*leaves, *ends)}

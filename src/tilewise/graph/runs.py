@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from tilewise.graph.halos import inputs_with_halos
 from tilewise.graph.held import Held
 from tilewise.graph.lower import Planned, plan_program
 from tilewise.graph.shapes import key
+from tilewise.graph.shares import Shares
 from tilewise.graph.steps import output_layouts
-from tilewise.graph.sync import Aside
 from tilewise.layout import Cover, Layout
 from tilewise.ops.draws import Draws
 from tilewise.plan import Plan
@@ -59,7 +60,7 @@ class Runs:
     ) -> None:
         self.graph, self.plan, self.mesh, self.held = graph, plan, mesh, held
         self.draws, self.modules, self.read_halos = draws, modules, read_halos
-        self.aside = Aside()
+        self.shares = Shares(mesh, held)
         self._runs: dict[Any, Run] = {}
         self._exchanges: dict[tuple[Layout | Cover, Layout | Cover, str], Exchange] = {}
 
@@ -97,10 +98,14 @@ class Runs:
         if found.executable is None:
             with torch.inference_mode(False):
                 found.executable = Executable(
-                    found.planned, self.plan, self.mesh, self.held, self.draws, self.aside
+                    found.planned, self.plan, self.mesh, self.held, self.draws, self.shares
                 )
         self.draws.step += 1
         return found.executable.run(tensors, sync=sync), found.planned.program
+
+    def outputs(self) -> list[tuple[Layout, ...]]:
+        """Return how the outputs of all programs that have run are cut."""
+        return [run.outputs for run in self._runs.values() if run.executable is not None]
 
     def exchange(self, source: Layout | Cover, target: Layout | Cover, *, layer: str) -> Exchange:
         """Return an exchange beside the programs, made ready once; all ranks ask together."""
@@ -124,10 +129,26 @@ class Runs:
                 "an input that comes with its halo has no gradient of its own slab; parallelize "
                 "without read_halos to have it"
             )
+        for parent, name, path, module in self._submodules:
+            if parent._modules.get(name) is not module:
+                return (
+                    f"{path} is not the module that was split; change its tensors in place, or "
+                    "parallelize a model with the other module"
+                )
         empty = next((name for name in self.held.places if self.held.get(name).is_meta), None)
         if empty is not None:
             return f"{empty} has no values yet; call materialize() first"
         return None
+
+    @cached_property
+    def _submodules(self) -> list[tuple[nn.Module, str, str, nn.Module]]:
+        """List the modules that were split, with their parents and names there."""
+        found = []
+        for path, module in self.modules.items():
+            parent, _, name = path.rpartition(".")
+            if path:
+                found.append((self.modules[parent], name, path, module))
+        return found
 
     def _facts(
         self, tensors: list[Tensor], layouts: tuple[Layout, ...], sync: bool
@@ -147,6 +168,7 @@ class Runs:
                 name for name in self.held.parameters if not self.held.get(name).requires_grad
             ],
             "no_sync": not sync,
+            "gradients to be summed": self.shares.names,
         }
 
 

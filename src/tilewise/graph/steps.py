@@ -18,8 +18,8 @@ from tilewise.errors import PlanError
 from tilewise.graph.graph import Node, Value, values_in
 from tilewise.graph.held import Held, at_rest
 from tilewise.graph.lower import Planned
-from tilewise.graph.reach import Use
 from tilewise.graph.rule import Lowered
+from tilewise.graph.shares import Use
 from tilewise.layout import Axes, Cover, Layout, Move
 from tilewise.ops.operation import Bound, Need
 from tilewise.plan import Plan

@@ -7,6 +7,9 @@ parameter that got none on all ranks keeps none.
 
     parameter ──outer──▶ ──inner──▶ layers            forward
     .grad ◀──wait─── ◀──start sum── ◀── gradients     backward
+
+A pass that is not to be summed adds this rank's share to `.grad` instead, see `shares`. The next
+sum over the holders of the parameter's block takes the share along.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewise.comm import Chain, Group, Mesh
-from tilewise.graph.reach import Gate, Passing, Reach, Use, leave
+from tilewise.graph.reach import Gate, Passing, Reach, leave
+from tilewise.graph.recompute import Stretch
+from tilewise.graph.shares import Shares, Use, at_end_of_backward
 
 BUCKET_BYTES = 8 * 2**20
 
@@ -42,38 +47,13 @@ class Bucket:
         return f"gradients of {self.names[0]}" + (" …" if len(self.names) > 1 else "")
 
 
-class Aside:
-    """This rank's gradients of passes that were not to be summed yet, whatever their program.
-
-    A parameter that has some here has a `.grad` too, if only of zeros: whoever clears that, clears
-    these.
-    """
-
-    def __init__(self) -> None:
-        self.grads: dict[Use, Tensor | None] = {}
-
-    def add(self, use: Use, grad: Tensor | None) -> None:
-        before = self.grads.get(use)
-        if grad is not None:
-            before = grad.clone() if before is None else before + grad
-        self.grads[use] = before
-
-    def take(self, use: Use, parameter: Tensor) -> Tensor | None:
-        """Return what waits for a parameter, and let go of it."""
-        grad = self.grads.pop(use, None)
-        return None if parameter.grad is None else grad
-
-    def clear(self) -> None:
-        self.grads.clear()
-
-
 class GradSync:
     """The buckets of one program, in the order in which the program reads their parameters."""
 
     def __init__(
-        self, mesh: Mesh, aside: Aside, uses: Sequence[Use], parameters: dict[str, Tensor]
+        self, mesh: Mesh, shares: Shares, uses: Sequence[Use], parameters: dict[str, Tensor]
     ) -> None:
-        self.mesh, self.aside, self.reach = mesh, aside, Reach()
+        self.mesh, self.shares, self.reach = mesh, shares, Reach()
         self.buckets: list[Bucket] = []
         open_buckets: dict[Any, Bucket] = {}
         self.place: dict[Use, tuple[int, int]] = {}
@@ -103,20 +83,23 @@ class Entry:
         *,
         outputs: int,
         sync: bool,
-        left: Sequence[Use] = (),
     ) -> None:
-        self.buckets, self.parameters, self.chain, self.left = buckets, parameters, chain, left
-        self.passing = Passing(buckets.mesh, buckets.reach, [True] * outputs)
+        self.buckets, self.parameters, self.chain = buckets, parameters, chain
+        shares = buckets.shares
+        self.left = sync and bool(shares.besides(buckets.place))
+        at_end = shares.sum if self.left else None
+        self.passing = Passing(buckets.mesh, buckets.reach, [True] * outputs, at_end)
         self.outer: list[tuple[Tensor, ...]] = []
         self.states: list[_State] = []
         self.inner: dict[int, tuple[Tensor, ...]] = {}
         for bucket in buckets.buckets:
             entering = [parameters[name] for name in bucket.names]
-            state = _State(buckets.mesh, bucket, buckets.aside, entering, self.passing, sync)
+            state = _State(buckets.mesh, bucket, shares, entering, self.passing, sync)
             self.states.append(state)
             self.outer.append(_Outer.apply(state, *entering))
-        for use in left:
-            self.get(use)
+        if not sync:
+            for name, parameter in parameters.items():
+                shares.watch(name, parameter)
 
     def get(self, use: Use) -> Tensor:
         """Return a parameter to compute with; the first of a bucket records its inner node."""
@@ -142,12 +125,14 @@ class Entry:
 
 
 def _use_at(node: Any, number: int) -> Use | None:
-    """Return the parameter that stands at an output of a node, if it is one of ours."""
+    """Return the parameter or stretch that stands at an output of a node, if it is one of ours."""
     kind = getattr(node, "_forward_cls", None)
     if kind is Gate:
         return node.use  # type: ignore[no-any-return]
     if kind is _Inner and number > 0:
         return node.state.bucket.uses[number - 1]  # type: ignore[no-any-return]
+    if kind is Stretch and number > 0:
+        return Stretch.use(node.stretch, number - 1)
     return None
 
 
@@ -157,7 +142,7 @@ class _State:
 
     mesh: Mesh
     bucket: Bucket
-    aside: Aside
+    shares: Shares
     parameters: list[Tensor]
     passing: Passing
     sync: bool
@@ -179,8 +164,8 @@ class _Outer(torch.autograd.Function):
         state: _State = ctx.state
         flat, state.flat = state.flat, None
         if flat is None:
-            nodes = [node for node, _ in ctx.next_functions]
-            return None, *_put_aside(state, grads, nodes)
+            _keep(state, grads, _executed(ctx))
+            return None, *(None for _ in grads)
         state.mesh.finish(state.work, state.bucket.group, layer=state.bucket.label)
         state.work = None
         if state.complete:
@@ -213,7 +198,10 @@ class _Inner(torch.autograd.Function):
         returned = any(_is_returned(node) for node, _ in outer.next_functions)
         if not state.sync and not returned:
             return None, token, *grads
-        return None, token, *_start_sum(state, grads, with_aside=not returned)
+        if not returned:
+            at_end_of_backward(state.shares.sum)
+        fetched = [not returned and executed for executed in _executed(outer)]
+        return None, token, *_start_sum(state, grads, fetched)
 
 
 def _is_returned(node: Any) -> bool:
@@ -225,10 +213,17 @@ def _is_returned(node: Any) -> bool:
     return False
 
 
-def _start_sum(state: _State, grads: Sequence[Tensor | None], *, with_aside: bool) -> list[Tensor]:
-    """Copy gradients, and those put aside before, into one buffer and start its sum."""
-    shapes = [parameter.shape for parameter in state.parameters]
-    total = sum(shape.numel() for shape in shapes)
+def _executed(outer: Any) -> list[bool]:
+    """Tell for each parameter of a bucket whether this backward adds to its `.grad`."""
+    nodes = [node for node, _ in outer.next_functions]
+    return [not _is_returned(node) and torch._C._will_engine_execute_node(node) for node in nodes]
+
+
+def _start_sum(
+    state: _State, grads: Sequence[Tensor | None], fetched: Sequence[bool]
+) -> list[Tensor]:
+    """Copy gradients, and the shares that `fetched` allows, into one buffer and start its sum."""
+    total = sum(parameter.numel() for parameter in state.parameters)
     flat = state.parameters[0].detach().new_zeros(total + len(grads))
     state.complete = all(grad is not None for grad in grads)
     views: list[Tensor] = []
@@ -237,24 +232,20 @@ def _start_sum(state: _State, grads: Sequence[Tensor | None], *, with_aside: boo
         view = flat[at : at + parameter.numel()].view(parameter.shape)
         at += parameter.numel()
         views.append(view)
-        for part in (grad, state.aside.take(use, parameter) if with_aside else None):
+        share = state.shares.take(use, parameter) if fetched[i] else None
+        for part in (grad, share):
             if part is not None:
                 view += part
                 flat[total + i] = 1
+        if share is not None:
+            share.zero_()  # the sum is added to it
     state.work = state.mesh.sum(flat, state.bucket.group, layer=state.bucket.label, wait=False)
     state.flat = flat
     return views
 
 
-def _put_aside(
-    state: _State, grads: Sequence[Tensor | None], nodes: Sequence[Any]
-) -> list[Tensor | None]:
-    """Keep gradients for a later sum; return the zeros that stand for them in `.grad`."""
-    marks: list[Tensor | None] = []
-    for use, parameter, grad, node in zip(state.bucket.uses, state.parameters, grads, nodes):
-        if not torch._C._will_engine_execute_node(node):
-            grad = None
-        state.aside.add(use, grad)
-        absent = parameter.grad is None and grad is not None
-        marks.append(torch.zeros_like(parameter) if absent else None)
-    return marks
+def _keep(state: _State, grads: Sequence[Tensor | None], executed: Sequence[bool]) -> None:
+    """Add gradients to `.grad` that are not to be summed yet."""
+    for use, parameter, grad, wanted in zip(state.bucket.uses, state.parameters, grads, executed):
+        if wanted:  # also without a gradient: another rank may have one
+            state.shares.add(use, parameter, grad)

@@ -137,11 +137,11 @@ class Cover:
         ]
         return list(product(*dims))
 
-    def sharers(self, rank: int) -> tuple[int, ...]:
-        """List the ranks that hold partial sums of the same block as `rank`, in order."""
+    def sharers(self, rank: int, mark: int = PARTIAL) -> tuple[int, ...]:
+        """List the ranks that hold partial sums, or REPLICAs, of the same block as `rank`."""
         digits = self.axes.digits(rank)
         choices = [
-            range(axis.size) if axis.dim == PARTIAL else (digit,)
+            range(axis.size) if axis.dim == mark else (digit,)
             for axis, digit in zip(self.axes, digits)
         ]
         return tuple(self.axes.rank(choice) for choice in product(*choices))

@@ -40,8 +40,9 @@ def cross_entropy(
 
     Layout: logits and target any, brought to `axes` or the logits' → a scalar on every rank, or
         with reduction "none" a value for each position, cut as those are.
-    Communication: one all-reduce of two numbers (with "none", of the result over the ranks that
-        share its classes). Where classes are cut, the two of a softmax before it.
+    Communication: one all-reduce of three numbers, among them how many class indices are wrong
+        (with "none", of that alone, and of the result over the ranks that share its classes).
+        Where classes are cut, the two of a softmax before it.
     Adjoint: none, or that of the softmax.
     """
     if not 0.0 <= label_smoothing <= 1.0:
@@ -66,8 +67,7 @@ def nll_loss(
     """Plan a negative log likelihood: `cross_entropy` of what has been through a log softmax.
 
     Layout: as of cross entropy; the target holds class indices.
-    Communication: one all-reduce of two numbers (with "none", of the result over the ranks that
-        share its classes).
+    Communication: as of cross entropy, without the softmax.
     Adjoint: none.
     """
     spec = _Spec(weight, ignore_index, reduction, 0.0, False, layer)
@@ -99,12 +99,13 @@ def _plan(x: Layout, target: Sequence[int], spec: _Spec, axes: Axes | None, rank
     inner = () if along is None else along.inner
     if spec.reduction != "none":
         out = Layout.replicated((), ranks=work.ranks)
-        ends = (*inner, total_of((2,), work))
+        ends = (*inner, total_of((3,), work))
         return Operation(tuple(needs), local, (Cover.of(out),), (out,), ends)
     out = class_indices(work)
     places = {dim: dim - 1 for dim in range(2, len(work.shape))}
     partial = Layout(out.shape, work.axes.relabel({1: PARTIAL, **places}))
-    return Operation(tuple(needs), local, (Cover.of(partial),), (out,), inner)
+    ends = inner if shares else (*inner, total_of((), work))
+    return Operation(tuple(needs), local, (Cover.of(partial),), (out,), ends)
 
 
 @dataclass(frozen=True)
@@ -120,11 +121,16 @@ class _Local:
         logs = x if self.along is None else self.along(inner, x, log=True)
         if self.shares:
             losses, share = self._of_shares(logs, target, weight)
+            wrong = torch.zeros_like(share)
         else:
             losses, share = self._of_indices(logs, target, weight)
+            wrong = self._outside(target)
         if self.spec.reduction == "none":
+            if not self.shares:
+                self._check(inner[-1](wrong))
             return losses.to(x.dtype)
-        totals: Tensor = inner[-1](torch.stack([losses, share.to(losses.dtype)]))
+        totals: Tensor = inner[-1](torch.stack([losses, *(t.to(losses) for t in (share, wrong))]))
+        self._check(totals[2])
         return (totals[0] / totals[1] if self.spec.reduction == "mean" else totals[0]).to(x.dtype)
 
     def _of_shares(
@@ -163,13 +169,21 @@ class _Local:
     def _places(self, target: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
         """Return which targets are classes of this rank, and their place among them."""
         start, stop = self.classes
-        if (known & ((target < 0) | (target >= self.work.shape[1]))).any():
+        here = known & (target >= start) & (target < stop)
+        return here, torch.where(here, target.long() - start, _IGNORED)
+
+    def _outside(self, target: Tensor) -> Tensor:
+        """Count the targets that are no class at all."""
+        known = target != self.spec.ignore_index
+        return (known & ((target < 0) | (target >= self.work.shape[1]))).sum().double()
+
+    def _check(self, outside: Tensor) -> None:
+        """Raise on all ranks what is wrong on one."""
+        if not self.shares and outside.item():
             raise OperatorError(
                 f"{self.spec.layer}: a target is neither a class 0 … {self.work.shape[1] - 1} nor "
                 f"ignore_index (={self.spec.ignore_index}); correct it or name it as ignore_index"
             )
-        here = known & (target >= start) & (target < stop)
-        return here, torch.where(here, target.long() - start, _IGNORED)
 
 
 def _column(weight: Tensor, like: Tensor) -> Tensor:
