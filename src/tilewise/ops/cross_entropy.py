@@ -152,7 +152,9 @@ class _Local:
         """Return the loss of class indices and the weight of the targets that are classes here."""
         known = target != self.spec.ignore_index
         here, place = self._places(target, known)
-        share = here.sum() if weight is None else widened(weight)[place[here]].sum()
+        share = here.sum()
+        if weight is not None and weight.numel():
+            share = torch.where(here, widened(weight)[place.clamp(min=0)], 0.0).sum()
         if not logs.numel():
             return self._reduced(widened(tied_zeros(target.shape, logs))), share
         losses = widened(F.nll_loss(logs, place, weight, ignore_index=_IGNORED, reduction="none"))
@@ -178,8 +180,12 @@ class _Local:
         return (known & ((target < 0) | (target >= self.work.shape[1]))).sum().double()
 
     def _check(self, outside: Tensor) -> None:
-        """Raise on all ranks what is wrong on one."""
-        if not self.shares and outside.item():
+        """Raise on all ranks what is wrong on one; a device is told, not waited for."""
+        if self.shares:
+            return
+        if outside.device.type != "cpu":
+            torch._assert_async(outside == 0)
+        elif outside.item():
             raise OperatorError(
                 f"{self.spec.layer}: a target is neither a class 0 … {self.work.shape[1] - 1} nor "
                 f"ignore_index (={self.spec.ignore_index}); correct it or name it as ignore_index"
