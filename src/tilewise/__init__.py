@@ -16,6 +16,7 @@ from tilewise.graph import (
 )
 from tilewise.layout import Degrees, Layout
 from tilewise.plan import Plan
+from tilewise.planner.search import Found, search
 
 if TYPE_CHECKING:
     from tilewise import data as data
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Degrees",
+    "Found",
     "Graph",
     "Layout",
     "Mesh",
@@ -36,6 +38,7 @@ __all__ = [
     "load_optimizer_state_dict",
     "optimizer_state_dict",
     "parallelize",
+    "search",
 ]
 
 

@@ -7,7 +7,9 @@ import sys
 import typer
 
 from tilewise.cli.bench import bench_app
+from tilewise.cli.calibrate import calibrate
 from tilewise.cli.data import data_app
+from tilewise.cli.plan import plan
 from tilewise.cli.verify import verify
 from tilewise.errors import TilewiseError
 
@@ -18,6 +20,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(verify)
+app.command()(plan)
+app.command()(calibrate)
 app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from typing import cast
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from tilewise.graph.rule import Lowered
 from tilewise.graph.template import rebuild
 from tilewise.layout import PARTIAL, REPLICA, Axes, Axis, Cover, Layout
 
+K = TypeVar("K", bound=Hashable)
+
 
 class Held:
     """How every parameter and buffer is cut, and this rank's blocks of them."""
@@ -23,16 +25,7 @@ class Held:
         self.ranks, self.rank = ranks, rank
         self.covers: dict[str, Cover] = {}
         identity = {name: id(tensor) for name, tensor in named_tensors(model)}
-        chosen: dict[int, Cover] = {}
-        for plan in lowered:
-            for value, need in zip(plan.operands, plan.operation.needs, strict=True):
-                if value.origin in ("parameter", "buffer"):
-                    key = identity[str(value.source)]
-                    cover = at_rest(need.cover)
-                    if key not in chosen:
-                        chosen[key] = cover
-                    elif not chosen[key].same_blocks(cover):
-                        chosen[key] = whole_cover(value.shape, ranks)
+        chosen = chosen_covers(lowered, lambda value: identity[str(value.source)], ranks)
         for name, tensor in named_tensors(model):
             self.covers[name] = chosen.get(identity[name]) or whole_cover(tensor.shape, ranks)
         self.model = rebuild(model, self._parameter, self._buffer)
@@ -82,6 +75,26 @@ class Held:
         for owner, key in self.places.values():
             if owner[key] is old:
                 owner[key] = new
+
+
+def chosen_covers(
+    lowered: Iterable[Lowered], key: Callable[[Value], K], ranks: int
+) -> dict[K, Cover]:
+    """Return how parameters and buffers are held: as all calls need them, or else whole.
+
+    `key` tells which of them are the same tensor.
+    """
+    chosen: dict[K, Cover] = {}
+    for plan in lowered:
+        for value, need in zip(plan.operands, plan.operation.needs, strict=True):
+            if value.origin not in ("parameter", "buffer"):
+                continue
+            cover = at_rest(need.cover)
+            if key(value) not in chosen:
+                chosen[key(value)] = cover
+            elif not chosen[key(value)].same_blocks(cover):
+                chosen[key(value)] = whole_cover(value.shape, ranks)
+    return chosen
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

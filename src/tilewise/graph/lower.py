@@ -62,7 +62,7 @@ def plan_program(program: Program, plan: Plan, *, ranks: int, rank: int, draws: 
             statistics=plan.statistics,
             followed=followed,
         )
-        lowered = _lower(site, planned)
+        lowered = lower_call(site, planned.fallbacks)
         for value, need in zip(lowered.operands, lowered.operation.needs, strict=True):
             if value in undecided:
                 layouts[value] = _as_needed(value, need, node, plan, named)
@@ -99,7 +99,8 @@ def _stream(node: Node) -> int:
     return number
 
 
-def _lower(site: Site, planned: Planned) -> Lowered:
+def lower_call(site: Site, fallbacks: list[str] | None = None) -> Lowered:
+    """Plan one call by its rule; `fallbacks` collects the layers that have none."""
     node = site.node
     if all(_is_whole(value, site) for value in node.values()) and not _draws(node):
         return whole(site)
@@ -119,8 +120,8 @@ def _lower(site: Site, planned: Planned) -> Lowered:
             f"{size / 2**20:.0f} MiB) are too large to fall back to; add a rule for "
             f"'{node.kind}' or write the layer with other operators"
         )
-    if node.name not in planned.fallbacks:
-        planned.fallbacks.append(node.name)
+    if fallbacks is not None and node.name not in fallbacks:
+        fallbacks.append(node.name)
         warnings.warn(
             f"{node.name}: no rule splits {node.op}; it runs on the undivided tensor on every rank",
             stacklevel=2,

@@ -79,7 +79,7 @@ class Steps:
         self.makers = program.producers()
         for value in program.inputs:
             self._slot(value)
-        sharing = _sharing(planned)
+        sharing = shared_needs(planned)
         kept = _kept(planned, plan)
         for node, lowered in zip(program.nodes, planned.lowered):
             self._add(node, lowered, sharing, plan.recomputes(node.name), kept)
@@ -94,7 +94,7 @@ class Steps:
     ) -> None:
         sources: list[Layout | Cover | None] = []
         inputs: list[tuple[str, Any]] = []
-        written = _written(node)
+        written = written_buffers(node)
         back: list[Step] = []
         for value, need in zip(lowered.operands, lowered.operation.needs, strict=True):
             if not value.held:
@@ -229,7 +229,7 @@ def output_layouts(planned: Planned, plan: Plan) -> tuple[Layout, ...]:
     return tuple(found)
 
 
-def _written(node: Node) -> list[Value]:
+def written_buffers(node: Node) -> list[Value]:
     """List the buffers that a call changes."""
     if node.kind in ("batch_norm", "instance_norm"):
         return [value for value in node.args[3:5] if value is not None] if node.args[5] else []
@@ -260,7 +260,8 @@ class Sharing:
     homes: Counter[tuple[Value, Axes]]
 
 
-def _sharing(planned: Planned) -> Sharing:
+def shared_needs(planned: Planned) -> Sharing:
+    """Count how often each value is needed alike."""
     needs: Counter[tuple[Value, Need]] = Counter()
     for lowered in planned.lowered:
         for value, need in zip(lowered.operands, lowered.operation.needs, strict=True):

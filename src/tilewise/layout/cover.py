@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise, product
 from typing import NamedTuple
 
@@ -79,6 +80,12 @@ class Block(NamedTuple):
         return sum(piece.stop - piece.start for piece in self.pieces) == self.size
 
 
+@lru_cache(maxsize=4096)
+def balanced(extent: int, parts: int) -> tuple[Block, ...]:
+    """Return the blocks of a layout along one dim; the same few are asked for all the time."""
+    return tuple(Block.of(*block(extent, parts, index)) for index in range(parts))
+
+
 @dataclass(frozen=True)
 class Cover:
     """The blocks of every dim, and the axes that deal them out to ranks."""
@@ -109,8 +116,12 @@ class Cover:
         """
         dims = []
         for dim, (extent, parts) in enumerate(zip(layout.shape, layout.degrees)):
-            rule = needs.get(dim, Block.of)
-            dims.append(tuple(rule(*block(extent, parts, index)) for index in range(parts)))
+            rule = needs.get(dim)
+            dims.append(
+                balanced(extent, parts)
+                if rule is None
+                else tuple(rule(*block(extent, parts, index)) for index in range(parts))
+            )
         return cls(layout.shape, layout.axes, tuple(dims))
 
     @property

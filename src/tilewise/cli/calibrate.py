@@ -1,0 +1,61 @@
+"""`tilewise calibrate`: measure this machine for the planner."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tilewise.bench.calibrate import Measured, machine_of
+from tilewise.bench.calibrate import calibrate as measure
+from tilewise.cli.naming import InputError
+from tilewise.planner.machine import Machine
+
+
+def calibrate(
+    output: Annotated[Path, typer.Option("-o", "--output", help="the machine file to write")],
+    ranks: Annotated[int, typer.Option(min=2, help="local ranks to start")] = 2,
+    backend: Annotated[str, typer.Option(help="torch.distributed backend")] = "gloo",
+    json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Measure what this machine's ranks compute and send, and write a machine file."""
+    if backend != "gloo":
+        raise InputError(f"--backend: {backend!r} must be gloo, which is what this machine has")
+    if not output.parent.is_dir():
+        raise InputError(f"-o: there is no directory {output.parent}")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+               TimeElapsedColumn())  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("starting ranks", total=None)
+        found = Measured()
+        for number, (name, steps) in enumerate(measure(found, ranks, backend)):
+            progress.update(task, description=name, total=steps, completed=number)
+        progress.update(task, description="done", completed=progress.tasks[0].total)
+    machine = machine_of(found, ranks, name=output.stem)
+    output.write_text(machine.to_json(), encoding="utf-8")
+    if json_:
+        print(json.dumps({"machine": str(output), "fit_errors": machine.fit_errors}))
+    else:
+        _show(machine)
+
+
+def _show(machine: Machine) -> None:
+    compute = machine.compute["float32"]
+    table = Table(title=f"machine {machine.name}")
+    table.add_column("measured")
+    table.add_column("found", justify="right")
+    table.add_column("typical error of the fit", justify="right")
+    gigaflops = f"{compute.peak_flops_per_s / 1e9:.0f} GFLOP/s at best"
+    memory = f"{machine.memory_bandwidth_bytes_per_s / 1e9:.1f} GB/s"
+    rate = machine.node.bandwidth_bytes_per_s / 1e9
+    link = f"{1e6 * machine.node.latency_s:.0f} µs, {rate:.2f} GB/s"
+    sums = f"{machine.all_reduce.efficiency:.2f} of that bandwidth"
+    said = {"memory": memory, "messages": link, "sums": sums}
+    for name, error in machine.fit_errors.items():
+        table.add_row(name, said.get(name, gigaflops), f"{error:.0%}")
+    Console().print(table)

@@ -1,0 +1,162 @@
+"""`tilewise plan`: the fastest plan of a model on a machine, and why."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from tilewise.cli.naming import InputError, build_model, parse_dtype, parse_shape
+from tilewise.cli.plan_tables import (
+    show_alternatives,
+    show_comparison,
+    show_difference,
+    show_frontier,
+    show_plan,
+    show_sensitivity,
+)
+from tilewise.graph import capture
+from tilewise.plan import Plan
+from tilewise.planner.search import Found, search
+from tilewise.planner.solve import InfeasibleError
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="package.module:callable, file.py:callable or name")],
+    input: Annotated[list[str], typer.Option(help="global shape, such as 64x3x224x224; repeats")],
+    devices: Annotated[int, typer.Option(min=1, help="devices to plan for")],
+    machine: Annotated[str, typer.Option(help="a preset such as lassen, or a machine file")],
+    memory: Annotated[str | None, typer.Option(help="a device, such as 16GiB")] = None,
+    optimizer: Annotated[str, typer.Option(help="sgd, momentum, rmsprop, adam, adamw")] = "adam",
+    dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16")] = "float32",
+    pin: Annotated[list[str] | None, typer.Option(help="'conv1=n64 d8'; repeats")] = None,
+    arg: Annotated[list[str] | None, typer.Option(help="key=value for the model; repeats")] = None,
+    pareto: Annotated[bool, typer.Option("--pareto", help="show time against memory")] = False,
+    explain: Annotated[str | None, typer.Option(help="price all ways to split a layer")] = None,
+    sensitivity: Annotated[
+        bool, typer.Option("--sensitivity", help="vary each rate of the machine by 10 %")
+    ] = False,
+    diff: Annotated[Path | None, typer.Option(help="compare with another plan file")] = None,
+    time_limit: Annotated[float, typer.Option(min=0.1, help="seconds to search")] = 60.0,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="write the plan")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Find the fastest plan for MODEL on a machine that need not be at hand."""
+    shapes = [parse_shape(text) for text in input]
+    other = _other_plan(diff)
+    kind = parse_dtype(dtype)
+    with torch.device("meta"):
+        found_model = build_model(model, tuple(arg or ()), kind, 0)
+    inputs = tuple(torch.empty(shape, dtype=kind, device="meta") for shape in shapes)
+    graph = capture(found_model, inputs)
+    console = Console(stderr=True)
+    try:
+        with console.status(f"planning {model} for {devices} devices"):
+            found = search(
+                graph,
+                devices=devices,
+                machine=machine,
+                memory=memory,
+                optimizer=optimizer,
+                dtype=dtype,
+                pins=dict(_pinned(text) for text in pin or ()),
+                time_limit=time_limit,
+            )
+            extra = _extras(found, pareto, explain, other)
+            if sensitivity:
+                extra["sensitivity"] = found.sensitivity()
+    except InfeasibleError as error:
+        print(f"tilewise: {error}", file=sys.stderr)
+        sys.exit(1)
+    if output is not None:
+        found.plan.save(output)
+    if json_:
+        print(json.dumps(found.as_dict() | _plain(extra)))
+        return
+    _show(found, extra, Console())
+
+
+def _other_plan(path: Path | None) -> Plan | None:
+    if path is None:
+        return None
+    if not path.is_file():
+        raise InputError(f"--diff: there is no file {path}")
+    return Plan.load(path)
+
+
+def _pinned(text: str) -> tuple[str, str]:
+    layer, equals, degrees = text.partition("=")
+    if not equals or not layer.strip():
+        raise InputError(f"--pin: {text!r} must be layer=degrees, such as 'conv1=n64 d8'")
+    return layer.strip(), degrees.strip()
+
+
+def _extras(found: Found, pareto: bool, explain: str | None, other: Plan | None) -> dict[str, Any]:
+    """Compute what was asked for besides the plan."""
+    extra: dict[str, Any] = {}
+    if pareto:
+        extra["frontier"] = found.frontier()
+    if explain is not None:
+        extra["explain"] = (explain, found.explain(explain))
+    if other is not None:
+        extra["diff"] = (other, found.price(other))
+    return extra
+
+
+def _plain(extra: dict[str, Any]) -> dict[str, Any]:
+    """Return the extras as plain values."""
+    out: dict[str, Any] = {}
+    if "frontier" in extra:
+        out["frontier"] = [
+            {"step_seconds": one.step_seconds, "peak_bytes": one.peak_bytes}
+            for one in extra["frontier"]
+        ]
+    if "explain" in extra:
+        layer, alternatives = extra["explain"]
+        out["explain"] = {
+            "layer": layer,
+            "alternatives": [
+                {
+                    "degrees": str(one.degrees),
+                    "step_seconds": one.step_seconds if one.step_seconds < 1e300 else None,
+                    "exact": one.exact,
+                    "chosen": one.chosen,
+                    "peak_bytes": one.alone_peak_bytes,
+                    "decides": one.decides,
+                }
+                for one in alternatives
+            ],
+        }
+    if "sensitivity" in extra:
+        out["sensitivity"] = [
+            asdict(one) | {"survives": one.survives} for one in extra["sensitivity"]
+        ]
+    if "diff" in extra:
+        _, priced = extra["diff"]
+        out["diff"] = {
+            "step_seconds": priced.step_seconds,
+            "peak_bytes": priced.peak_bytes,
+            "fits": priced.fits,
+        }
+    return out
+
+
+def _show(found: Found, extra: dict[str, Any], console: Console) -> None:
+    show_plan(found, console)
+    show_comparison(found, console)
+    if "frontier" in extra:
+        show_frontier(extra["frontier"], console)
+    if "explain" in extra:
+        layer, alternatives = extra["explain"]
+        show_alternatives(layer, alternatives, found, console)
+    if "sensitivity" in extra:
+        show_sensitivity(extra["sensitivity"], console)
+    if "diff" in extra:
+        other, priced = extra["diff"]
+        show_difference(found, other, priced, console)

@@ -1,0 +1,146 @@
+"""The tables of `tilewise plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table
+
+from tilewise.plan import Plan
+from tilewise.planner.explain import Alternative
+from tilewise.planner.rows import Row
+from tilewise.planner.search import Found, Priced
+from tilewise.planner.sensitivity import Tried
+
+KINDS = ("compute", "halo", "exchange", "sync")
+MOST_ALTERNATIVES = 20
+
+
+def milliseconds(seconds: float) -> str:
+    """Return a time in milliseconds, or a dash where there is none."""
+    return f"{1e3 * seconds:.3g}" if seconds else "–"
+
+
+def size(count: float) -> str:
+    """Return bytes in the largest unit that leaves a number above 1."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"
+
+
+def show_plan(found: Found, console: Console) -> None:
+    """Show stretches of layers with equal degrees, with their times and bytes."""
+    table = Table(title=f"plan for {found.devices} devices of {found.machine.name}, milliseconds")
+    for name in ("layers", "degrees", *KINDS, "sent"):
+        table.add_column(name, justify="left" if name in ("layers", "degrees") else "right")
+    for degrees, group in groupby(found.rows, key=lambda row: row.degrees):
+        stretch = list(group)
+        table.add_row(
+            _named(stretch), degrees, *_times(stretch), size(sum(row.bytes for row in stretch))
+        )
+    table.add_section()
+    total = size(sum(row.bytes for row in found.rows))
+    table.add_row("all", "", *_times(found.rows), total, style="bold")
+    console.print(table)
+    hidden = min(found.cost.sync, found.cost.backward)
+    console.print(
+        f"step {milliseconds(found.step_seconds)} ms: forward {milliseconds(found.cost.forward)}, "
+        f"backward {milliseconds(found.cost.backward)}, gradient sums "
+        f"{milliseconds(found.cost.sync)} ({milliseconds(hidden)} hidden behind backward)"
+    )
+    console.print(
+        f"memory {size(found.peak_bytes)} of {size(found.memory_bytes)} on the fullest device"
+    )
+    proof = "proven best" if found.optimal else f"at most {found.gap:.2%} from the best"
+    console.print(f"{proof} of all candidates, {found.solve_seconds:.1f} s")
+
+
+def _named(stretch: Sequence[Row]) -> str:
+    first, last = stretch[0].name, stretch[-1].name
+    return first if len(stretch) == 1 else f"{first} … {last} ({len(stretch)})"
+
+
+def _times(stretch: Sequence[Row]) -> list[str]:
+    return [milliseconds(sum(getattr(row, f"{kind}_s") for row in stretch)) for kind in KINDS]
+
+
+def show_comparison(found: Found, console: Console) -> None:
+    """Show what the plans that people use would take."""
+    table = Table(title="compared with")
+    for name in ("plan", "step (ms)", "ratio", "memory", "fits"):
+        table.add_column(name, justify="left" if name == "plan" else "right")
+    for name, one in found.baselines.items():
+        table.add_row(
+            name,
+            milliseconds(one.step_seconds),
+            f"{one.step_seconds / found.step_seconds:.2f}",
+            size(one.peak_bytes),
+            "yes" if one.fits else "[red]no[/]",
+        )
+    console.print(table)
+
+
+def show_frontier(points: Sequence[Priced], console: Console) -> None:
+    """Show how much time less memory costs."""
+    table = Table(title="time against memory")
+    table.add_column("memory", justify="right")
+    table.add_column("step (ms)", justify="right")
+    for one in points:
+        table.add_row(size(one.peak_bytes), milliseconds(one.step_seconds))
+    console.print(table)
+
+
+def show_alternatives(
+    layer: str, alternatives: Sequence[Alternative], found: Found, console: Console
+) -> None:
+    """Show the price of other ways to split a layer."""
+    table = Table(title=f"{layer}: the step with each way to split it, all others re-optimised")
+    for name in ("degrees", "step (ms)", "more", *KINDS, "held", "decides"):
+        table.add_column(name, justify="left" if name in ("degrees", "decides") else "right")
+    for one in alternatives[:MOST_ALTERNATIVES]:
+        bound = "" if one.exact else "≥ "
+        table.add_row(
+            f"{one.degrees} *" if one.chosen else str(one.degrees),
+            bound + milliseconds(one.step_seconds),
+            f"{one.step_seconds / found.step_seconds - 1:+.1%}",
+            *(milliseconds(getattr(one, f"{kind}_s")) for kind in KINDS),
+            size(one.held_bytes),
+            one.decides,
+        )
+    console.print(table)
+    left = len(alternatives) - MOST_ALTERNATIVES
+    console.print("* chosen; ≥ a lower bound" + (f"; {left} dearer ones left out" * (left > 0)))
+
+
+def show_sensitivity(tried: Sequence[Tried], console: Console) -> None:
+    """Show where the plan would no longer be the best one."""
+    table = Table(title="if one of the machine's rates were 10 % off")
+    for name in ("rate", "times", "plan is slower than the best by", "layers that change"):
+        table.add_column(name, justify="left" if name == "rate" else "right")
+    for one in tried:
+        regret = "the same" if one.survives else f"{one.regret:.1%}"
+        table.add_row(one.rate, f"{one.share:.1f}", regret, str(one.changed))
+    console.print(table)
+    worst = max(tried, key=lambda one: one.regret)
+    said = f"it depends most on {worst.rate}"
+    console.print("the plan survives all of them" if worst.survives else said)
+
+
+def show_difference(found: Found, other: Plan, priced: Priced, console: Console) -> None:
+    """Show where another plan differs, and what it costs."""
+    table = Table(title="layers that another plan splits differently")
+    for name in ("layer", "this plan", "the other"):
+        table.add_column(name)
+    for name, degrees in found.plan.layers.items():
+        if priced.plan.layers[name] != degrees:
+            table.add_row(name, str(degrees), str(other.layers.get(name, priced.plan.layers[name])))
+    console.print(table)
+    console.print(
+        f"the other plan: step {milliseconds(priced.step_seconds)} ms "
+        f"({priced.step_seconds / found.step_seconds:.2f} of this one's), memory "
+        f"{size(priced.peak_bytes)}, {'fits' if priced.fits else 'does not fit'}"
+    )

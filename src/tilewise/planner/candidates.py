@@ -1,0 +1,120 @@
+"""The ways to split a layer: all degrees whose product divides the number of devices.
+
+Those that a layer cannot use are left out, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tilewise.errors import PlanError
+from tilewise.layout import Degrees
+from tilewise.plan import Layer
+from tilewise.plan.plan import WORDS
+
+LETTERS = "ndhwcf"
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """Degrees that were left out, and why."""
+
+    degrees: Degrees
+    reason: str
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The degrees of one layer to choose from: one row each, in the order of LETTERS."""
+
+    layer: Layer
+    devices: int
+    table: Ints
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def degrees(self, index: int) -> Degrees:
+        """Return one candidate."""
+        return Degrees(*(int(value) for value in self.table[index]))
+
+    def column(self, letter: str) -> Ints:
+        """Return the degree of one letter of every candidate."""
+        return self.table[:, LETTERS.index(letter)]
+
+    def index(self, degrees: Degrees) -> int:
+        """Return where degrees stand; c and f may be exchanged where only their product counts."""
+        if "cf" in self.layer.extents:
+            degrees = degrees.with_(c=degrees.c * degrees.f, f=1)
+        row = [value for _, value in degrees.items()]
+        found = np.flatnonzero((self.table == row).all(1))
+        if not len(found):
+            reason = why_not(self.layer, degrees, self.devices) or "it was left out"
+            raise PlanError(f"plan: {self.layer.name} cannot be split '{degrees}': {reason}")
+        return int(found[0])
+
+    def dropped(self) -> Iterator[Dropped]:
+        """Yield all degrees whose product divides the devices and that are not candidates."""
+        for row in all_degrees(self.devices):
+            degrees = Degrees(*map(int, row))
+            reason = why_not(self.layer, degrees, self.devices)
+            if reason is not None:
+                yield Dropped(degrees, reason)
+
+
+def candidates(layer: Layer, devices: int, *, pin: Degrees | None = None) -> Candidates:
+    """List the degrees a layer can be given; with `pin`, those only."""
+    table = all_degrees(devices)
+    for position, letter in enumerate(LETTERS):
+        table = table[table[:, position] <= _extent(layer, letter)]
+    if "cf" in layer.extents:
+        # such a layer's channels are cut into c·f parts whichever of the two cuts them
+        table = table[(table[:, 5] == 1) & (table[:, 4] <= layer.extents["cf"])]
+    found = Candidates(layer, devices, table)
+    if pin is None:
+        return found
+    return Candidates(layer, devices, table[[found.index(pin)]])
+
+
+def why_not(layer: Layer, degrees: Degrees, devices: int) -> str | None:
+    """Return why a layer is not split in a way, or None where it may be."""
+    if devices % degrees.product:
+        return f"the product (={degrees.product}) does not divide {devices} devices"
+    for letter, size in degrees.items():
+        if size > 1 and letter not in layer.extents:
+            return f"the layer has no {WORDS[letter]} to cut by {letter}{size}"
+        if size > _extent(layer, letter):
+            return f"{letter}{size} cuts {layer.extents[letter]} {WORDS[letter]} into empty parts"
+    if "cf" in layer.extents:
+        if degrees.c * degrees.f > layer.extents["cf"]:
+            return f"c{degrees.c} f{degrees.f} cut {layer.extents['cf']} channels into empty parts"
+        if degrees.f > 1:
+            return f"the same as c{degrees.c * degrees.f}: only the product of c and f counts"
+    return None
+
+
+def _extent(layer: Layer, letter: str) -> int:
+    return max(layer.extents.get(letter, 1), 1)
+
+
+@lru_cache(maxsize=32)
+def all_degrees(devices: int) -> Ints:
+    """Return all six degrees whose product divides the devices, one row each."""
+    divisors = [k for k in range(1, devices + 1) if devices % k == 0]
+    rows: list[tuple[int, ...]] = [()]
+    products = [1]
+    for _ in LETTERS:
+        grown = [
+            ((*row, k), product * k)
+            for row, product in zip(rows, products)
+            for k in divisors
+            if devices % (product * k) == 0
+        ]
+        rows, products = [row for row, _ in grown], [product for _, product in grown]
+    return np.array(rows, np.int64)

@@ -1,0 +1,324 @@
+"""What a layer costs under each of its candidates: seconds and bytes, from its form.
+
+compute     the slowest rank's arithmetic and memory traffic (uneven slabs count)
+halo        rows of neighbours, which may hide behind the compute
+exchange    the reduce-scatter over c, statistics of norms
+sync        the sum of the gradients of the layer's blocks over the ranks that share them
+optimizer   reading and writing blocks and states
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tilewise.errors import PlanError
+from tilewise.graph.graph import Node, Value
+from tilewise.planner.candidates import LETTERS
+from tilewise.planner.forms import Form, Swap
+from tilewise.planner.machine import Machine
+from tilewise.planner.price import link_s, sum_s
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+STATES = {"sgd": 0, "momentum": 1, "rmsprop": 1, "adam": 2, "adamw": 2}
+"""Tensors of a parameter's size that each optimizer keeps."""
+
+TEMPORARIES = {"sgd": 0, "momentum": 0, "rmsprop": 1, "adam": 2, "adamw": 2}
+"""Tensors of one parameter's size that torch's optimizers make for a moment."""
+
+PASSES = {
+    "batch_norm": (3, 5),
+    "group_norm": (3, 5),
+    "instance_norm": (3, 5),
+    "layer_norm": (3, 5),
+    "softmax": (3, 3),
+    "log_softmax": (3, 3),
+    "dropout": (4, 3),
+}
+"""How often a call reads or writes a tensor of its result's size, forward and backward."""
+
+VIEWS = {
+    "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "detach", "alias",
+    "expand", "broadcast_tensors", "contiguous",
+}  # fmt: skip
+"""Calls that leave their operand where it is."""
+
+
+@dataclass
+class NodeCost:
+    """Seconds and bytes of one call for every candidate of the layer that decides its split.
+
+    Bytes are those of the fullest rank: `saved` for the call's own backward, `later` of results
+    that only calls after it save, `burst` while its backward runs, of which `workspace` is there
+    forward too, `block` of its parameters, and `copy` of what is made of them while gradients are
+    summed and the optimizer runs.
+    """
+
+    compute_forward: Floats
+    compute_backward: Floats
+    halo_forward: Floats
+    halo_backward: Floats
+    exchange_forward: Floats
+    exchange_backward: Floats
+    sync: Floats
+    optimizer: Floats
+    saved_bytes: Floats
+    later_bytes: Floats
+    burst_bytes: Floats
+    workspace_bytes: Floats
+    block_bytes: Floats
+    copy_bytes: Floats
+
+    @classmethod
+    def zero(cls, count: int) -> NodeCost:
+        return cls(*(np.zeros(count) for _ in fields(cls)))
+
+    def forward(self, overlap: float) -> Floats:
+        """Seconds forward; a share of the compute hides the halo."""
+        halo = bare(self.halo_forward, self.compute_forward, overlap)
+        return self.compute_forward + halo + self.exchange_forward
+
+    def backward(self, overlap: float) -> Floats:
+        """Seconds backward, gradient sums left out."""
+        halo = bare(self.halo_backward, self.compute_backward, overlap)
+        return self.compute_backward + halo + self.exchange_backward
+
+    def take(self, rows: Ints | int) -> NodeCost:
+        """Return the cost of some candidates."""
+        return NodeCost(*(np.asarray(getattr(self, field.name)[rows]) for field in fields(self)))
+
+
+def bare(halo: Floats, compute: Floats, overlap: float) -> Floats:
+    """Return what of a halo's seconds does not hide behind that share of the compute."""
+    return np.maximum(halo - overlap * compute, 0.0)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a cost depends on besides the layer."""
+
+    machine: Machine
+    devices: int
+    dtype: str
+    itemsize: int
+    optimizer: str
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in STATES:
+            raise PlanError(
+                f"plan: optimizer (={self.optimizer!r}) must be one of {', '.join(STATES)}"
+            )
+        self.machine.rates(self.dtype)
+
+    @property
+    def node(self) -> int:
+        return self.machine.devices_per_node
+
+    @property
+    def blocks(self) -> int:
+        """How many tensors of a parameter's size are held: itself, its gradient, its states."""
+        return 2 + STATES[self.optimizer]
+
+    def size(self, value: Value) -> int:
+        """Return the bytes of an element: the training dtype's for floats."""
+        return self.itemsize if value.dtype.is_floating_point else value.dtype.itemsize
+
+
+def node_cost(form: Form, setting: Setting, *, grads: set[Value]) -> NodeCost:
+    """Price a call whose candidates are the form's; `grads` are the values with gradients."""
+    node, table = form.node, form.table
+    cost = NodeCost.zero(len(table))
+    moving = [(i, v) for i, v in enumerate(form.operands) if not v.held]
+    results = list(enumerate(node.outs))
+    for index, value in moving:
+        swap = form.swap("bring", index, prod(value.shape))
+        cost.halo_forward += swap_s(swap, table, setting, setting.size(value))
+        if value in grads:
+            back = form.swap("bring_back", index, prod(value.shape))
+            cost.halo_backward += swap_s(back, table, setting, setting.size(value))
+    for index, value in results:
+        swap = form.swap("finish", index, prod(value.shape))
+        cost.exchange_forward += swap_s(swap, table, setting, setting.size(value))
+        if value in grads:
+            back = form.swap("finish_back", index, prod(value.shape))
+            cost.exchange_backward += swap_s(back, table, setting, setting.size(value))
+    _add_compute(cost, form, setting, moving, grads)
+    blocks = [
+        (form.share("need", i) * prod(v.shape), form.sharers(i), v)
+        for i, v in enumerate(form.operands)
+        if v.origin == "parameter"
+    ]
+    add_parameters(cost, blocks, table, setting)
+    return cost
+
+
+def _add_compute(
+    cost: NodeCost,
+    form: Form,
+    setting: Setting,
+    moving: Sequence[tuple[int, Value]],
+    grads: set[Value],
+) -> None:
+    """Add the slowest rank's compute, and what it needs for a moment."""
+    node, machine = form.node, setting.machine
+    brought = sum(
+        (form.share("need", i) * prod(v.shape) * setting.size(v) for i, v in moving),
+        np.zeros(len(form.table)),
+    )
+    given = sum(
+        (form.share("give", i) * prod(v.shape) * setting.size(v) for i, v in enumerate(node.outs)),
+        np.zeros(len(form.table)),
+    )
+    back = any(value in grads for _, value in moving)
+    cost.workspace_bytes += _workspace(form, setting, brought, given)
+    cost.burst_bytes += given + brought * back + cost.workspace_bytes
+    if not node.flops:
+        cost.compute_forward += memory_s(machine, brought + given)
+        cost.compute_backward += back * memory_s(machine, brought + given)
+        return
+    weight = 1
+    share = form.share("give", 0, ("n", "d", "h", "w")) * form.share("need", weight, ("cf",))
+    blocks = form.share("need", weight) * prod(form.operands[weight].shape) * setting.itemsize
+    flops = node.flops * share
+    channels = np.sqrt(
+        (form.share("need", 0, ("cf",)) * _channels(form.operands[0], node))
+        * (form.share("give", 0, ("cf",)) * _channels(node.out, node))
+    )
+    arithmetic = machine.arithmetic_s(node.kind, setting.dtype, flops, channels)
+    moved = memory_s(machine, brought + given + blocks)
+    cost.compute_forward += np.maximum(arithmetic + machine.call_s, moved)
+    rate = machine.rates(setting.dtype).backward_share
+    once = np.maximum(arithmetic / rate + machine.call_s, moved)
+    cost.compute_backward += once * (1 + back)
+    _use_measured(cost, form, setting)
+
+
+def _workspace(form: Form, setting: Setting, brought: Floats, given: Floats) -> Floats:
+    """Return the copy that a convolution makes of its operand or result in blocks of channels."""
+    block = setting.machine.workspace_channel_block
+    if block == 1 or not form.node.kind.startswith("conv"):
+        return np.zeros_like(brought)
+    channels = form.share("need", 0, ("cf",)) * form.operands[0].shape[1]
+    filters = form.share("give", 0, ("cf",)) * form.node.out.shape[1]
+    copies = [
+        size * np.ceil(count / block) * block / np.maximum(count, 1.0)
+        for size, count in ((brought, channels), (given, filters))
+    ]
+    return np.maximum(*copies)
+
+
+def _use_measured(cost: NodeCost, form: Form, setting: Setting) -> None:
+    """Put measured times of local shapes in place of the model's where the machine has them."""
+    measured = setting.machine.measured
+    if not measured:
+        return
+    local = [local_extents(form, index) for index in range(min(2, len(form.operands)))]
+    options = call_options(form.node)
+    rows = np.concatenate(local, axis=1)
+    split = local[0].shape[1]
+    for row in np.unique(rows, axis=0):
+        shapes = (tuple(map(int, row[:split])), tuple(map(int, row[split:])))
+        found = measured.get((form.node.kind, setting.dtype, shapes, options))
+        if found is not None:
+            where = (rows == row).all(1)
+            cost.compute_forward[where] = found.forward_s
+            cost.compute_backward[where] = found.backward_s
+
+
+def local_extents(form: Form, index: int) -> Ints:
+    """Return the local shape of an operand on the fullest rank, for every candidate."""
+    value, roles = form.operands[index], form.roles(index)
+    shape = np.tile(np.array(value.shape, np.float64), (len(form.table), 1))
+    for group in ("n", "d", "h", "w", "cf"):
+        dims = {roles[letter] for letter in group if roles[letter] >= 0}
+        for dim in dims:
+            if len(dims) == 1:
+                shape[:, dim] *= form.share("need", index, (group,))
+            else:
+                column = LETTERS.index(next(x for x in group if roles[x] == dim))
+                shape[:, dim] = np.ceil(shape[:, dim] / form.table[:, column])
+    return np.rint(shape).astype(np.int64)
+
+
+def call_options(node: Node) -> str:
+    """Return the arguments of a call that are no tensors, as text."""
+    return repr([a for a in node.args if not isinstance(a, Value) and a is not None])
+
+
+def _channels(value: Value, node: Node) -> int:
+    return value.shape[-1] if node.kind == "linear" else value.shape[1]
+
+
+def memory_s(machine: Machine, moved_bytes: Floats) -> Floats:
+    """Return the seconds of a call that only reads and writes so many bytes."""
+    return np.where(moved_bytes > 0, machine.call_s + machine.traffic_s(moved_bytes), 0.0)
+
+
+def add_parameters(
+    cost: NodeCost,
+    blocks: Sequence[tuple[Floats, Ints, Value]],
+    table: Ints,
+    setting: Setting,
+) -> None:
+    """Add gradient sums, the optimizer and what is held for blocks of parameters.
+
+    `blocks` has the elements of each block and how many ranks share it. The sums of one layer
+    travel together.
+    """
+    if not blocks:
+        return
+    states = STATES[setting.optimizer]
+    total = sum((elements for elements, _, _ in blocks), np.zeros(len(table)))
+    held = total * setting.itemsize
+    sharers = np.max([ranks for _, ranks, _ in blocks], axis=0).astype(np.float64)
+    summed = (total + len(blocks)) * setting.itemsize
+    # samples and space are the slowest axes, so whoever shares a block reaches over all devices
+    span = np.where(sharers > 1, float(setting.devices), 1.0)
+    cost.sync += sum_s(setting.machine, summed, sharers, span)
+    cost.optimizer += memory_s(setting.machine, held * (3 + 2 * states))
+    cost.block_bytes += held
+    largest = np.max([elements for elements, _, _ in blocks], axis=0) * setting.itemsize
+    # while a gradient is summed there is a copy of it, and afterwards the optimizer's temporaries
+    copies = np.maximum(TEMPORARIES[setting.optimizer], sharers > 1)
+    cost.copy_bytes[:] = np.maximum(cost.copy_bytes, copies * largest)
+
+
+def stride(table: Ints, letter: str, devices: int) -> Ints:
+    """Return how far apart the ranks along a letter's axis stand."""
+    after = LETTERS.index(letter) + 1
+    return np.asarray(devices // table[:, :after].prod(1), np.int64)
+
+
+def swap_s(swap: Swap, table: Ints, setting: Setting, itemsize: int) -> Floats:
+    """Return the seconds of an exchange among neighbours along each axis.
+
+    What comes from beyond the node is found axis by axis: of the ranks along one, so many as fit
+    are in the node, and the worst rank stands at its edge.
+    """
+    machine = setting.machine
+    near_parts = np.ones(len(table))
+    all_parts = np.ones(len(table))
+    far_share = np.zeros(len(table))
+    for group, parts in swap.parts.items():
+        size = table[:, [LETTERS.index(letter) for letter in group]].prod(1)
+        step = stride(table, group[-1], setting.devices)
+        inside = np.clip(setting.node // step, 1, size)
+        sides = np.where(inside > 1, np.floor((parts - 1) / 2), 0.0)
+        peers = np.where(parts >= size, inside - 1.0, sides)
+        peers = np.where(inside == size, parts - 1, np.minimum(peers, parts - 1))
+        near_parts *= 1 + peers
+        all_parts *= parts
+        with np.errstate(invalid="ignore", divide="ignore"):
+            share = np.where(parts > 1, (parts - 1 - peers) / (parts - 1), 0.0)
+        far_share = np.maximum(far_share, share)
+    received = swap.received * itemsize
+    messages = np.where(received > 0, all_parts - 1, 0.0)
+    near = np.where(received > 0, near_parts - 1, 0.0)
+    far_s = link_s(machine.network, received * far_share, messages - near)
+    return far_s + link_s(machine.node, received * (1 - far_share), near)

@@ -1,0 +1,107 @@
+"""Why a layer is split as it is: the price of every other way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tilewise.errors import PlanError
+from tilewise.layout import Degrees
+from tilewise.planner.cost import NodeCost
+from tilewise.planner.formulate import Formulation
+from tilewise.planner.solve import evaluate, price
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One way to split a layer.
+
+    Args:
+        degrees: the way.
+        step_seconds: the best step with it when all other layers re-optimise; a lower bound
+            where not `exact`; infinite where no plan with it fits.
+        exact: whether that is proven.
+        chosen: whether the plan has it.
+        compute_s, halo_s, exchange_s, sync_s: the layer's own costs, with its followers'.
+        held_bytes: what the fullest rank keeps for backward of the layer and its followers.
+        alone_seconds, alone_peak_bytes: step and memory if only this layer were changed.
+    """
+
+    degrees: Degrees
+    step_seconds: float
+    exact: bool
+    chosen: bool
+    compute_s: float
+    halo_s: float
+    exchange_s: float
+    sync_s: float
+    held_bytes: int
+    alone_seconds: float
+    alone_peak_bytes: int
+
+    @property
+    def decides(self) -> str:
+        """The kind of cost that is the largest."""
+        kinds = {
+            "compute": self.compute_s,
+            "halo": self.halo_s,
+            "exchange": self.exchange_s,
+            "sync": self.sync_s,
+        }
+        return max(kinds, key=lambda kind: kinds[kind])
+
+
+def alternatives(
+    found: Formulation,
+    choice: Sequence[int],
+    layer: str,
+    cap: int,
+    *,
+    time_limit: float,
+) -> list[Alternative]:
+    """Price all candidates of a layer, the cheapest first."""
+    variable = variable_of(found, layer)
+    prices = price(found.problem, variable, cap, time_limit=time_limit)
+    members = [cost for name, cost in found.costs.items() if found.choices.owner[name] == variable]
+    some = found.choices.candidates[variable]
+    out = []
+    for index in np.argsort(prices.seconds, kind="stable").tolist():
+        costs = [cost.take(np.array([index])) for cost in members]
+        other = list(choice)
+        other[variable] = index
+        try:
+            alone = evaluate(found.problem, other)
+            seconds, peak = alone.seconds, alone.peak_bytes
+        except ValueError:  # a layer that shares its parameter has other degrees
+            seconds, peak = float("inf"), 0
+        out.append(
+            Alternative(
+                some.degrees(index),
+                float(prices.seconds[index]),
+                bool(prices.exact[index]),
+                index == choice[variable],
+                _total(costs, "compute_forward", "compute_backward", "optimizer"),
+                _total(costs, "halo_forward", "halo_backward"),
+                _total(costs, "exchange_forward", "exchange_backward"),
+                _total(costs, "sync"),
+                int(_total(costs, "saved_bytes", "later_bytes")),
+                seconds,
+                peak,
+            )
+        )
+    return out
+
+
+def _total(costs: Sequence[NodeCost], *names: str) -> float:
+    return float(sum(getattr(cost, name)[0] for cost in costs for name in names))
+
+
+def variable_of(found: Formulation, layer: str) -> int:
+    """Return the variable that decides a layer's split: its own, or the one that it follows."""
+    owner = found.choices.owner.get(layer)
+    if owner is None:
+        known = ", ".join(found.names)
+        raise PlanError(f"plan: there is no layer {layer!r} to explain; layers: {known}")
+    return owner

@@ -1,0 +1,265 @@
+"""What a layer needs and sends under any degrees, from its rule under one degree at a time.
+
+A rule cuts every dim by itself: what a rank needs is the product of what it needs along each dim,
+and so is what it holds already. So the rule is asked once for each letter and degree (c and f
+together), and products of these answers give all candidates at once:
+
+    need(n2 h4) / all  =  need(n2) / all · need(h4) / all
+
+All numbers are shares of the whole tensor. Sums over ranks are exact, uneven cuts included. What
+the busiest rank receives is that of the rank that is the busiest along every dim, which is exact
+unless cuts are so uneven that the largest slab and the largest halo lie on different ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tilewise.graph.graph import Node, Value, replace_values
+from tilewise.graph.held import at_rest
+from tilewise.graph.rule import REGISTRY, Lowered, Site
+from tilewise.layout import PARTIAL, REPLICA, Cover, Degrees, Layout
+from tilewise.ops.draws import Draws
+from tilewise.planner.candidates import LETTERS
+from tilewise.planner.traffic import coords, overlap_matrix
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+GROUPS = ("n", "d", "h", "w", "cf")
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One exchange of a layer under degrees of one group, as shares of the tensor.
+
+    Of the rank that receives most: `wanted` is what it must have, `own` what it has of that,
+    `parts` from how many ranks it comes, itself included. `all_wanted` and `all_own` are sums over
+    the ranks.
+    """
+
+    wanted: float = 1.0
+    own: float = 1.0
+    parts: float = 1.0
+    all_wanted: float = 1.0
+    all_own: float = 1.0
+
+
+def still(cover: Cover) -> tuple[Lane, Lane]:
+    """Return the exchange of what already lies right: every rank has what it wants."""
+    share = _share(cover)
+    copies = cover.ranks / prod(cover.axes.parts(dim) for dim in range(len(cover.shape)))
+    lane = Lane(share, share, 1.0, copies, copies)
+    return lane, lane
+
+
+def lanes(source: Cover, target: Cover) -> tuple[Lane, Lane]:
+    """Return the exchange from source to target and the one back (see planner/traffic.py)."""
+    whole = prod(source.shape)
+    ranks = np.arange(source.ranks)
+    here, there = coords(source, ranks), coords(target, ranks)
+    own = np.ones(len(ranks))
+    forth, back = np.full(len(ranks), _partial(source)), np.full(len(ranks), _partial(target))
+    forth_parts, back_parts = forth.copy(), back.copy()
+    for dim in range(len(source.shape)):
+        overlaps = overlap_matrix(source.blocks[dim], target.blocks[dim])
+        s, t = here[:, dim], there[:, dim]
+        own *= overlaps[s, t]
+        forth *= overlaps.sum(0)[t]
+        back *= overlaps.sum(1)[s]
+        if overlaps.size > 1:
+            forth_parts *= (overlaps > 0).sum(0)[t]
+            back_parts *= (overlaps > 0).sum(1)[s]
+    return _lane(forth, own, forth_parts, whole), _lane(back, own, back_parts, whole)
+
+
+def _lane(wanted: Floats, own: Floats, parts: Floats, whole: int) -> Lane:
+    fullest = np.lexsort((-wanted, own - wanted))[0]
+    return Lane(
+        wanted[fullest] / whole,
+        own[fullest] / whole,
+        max(float(parts[fullest] + (own[fullest] == 0)), 1.0),
+        wanted.sum() / whole,
+        own.sum() / whole,
+    )
+
+
+def _partial(cover: Cover) -> float:
+    return float(prod(axis.size for axis in cover.axes if axis.dim == PARTIAL))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rule says under degrees of one group.
+
+    Args:
+        need: the share of each operand that the fullest rank needs, padding included.
+        give: the share of each result that it computes.
+        out: the share of each result that it is left with.
+        bring, bring_back: the exchange of each operand from its home, and back.
+        finish, finish_back: the exchange of each result to where it is left, and back.
+        roles: the dim of each operand that each letter cuts, PARTIAL or REPLICA.
+    """
+
+    need: tuple[float, ...]
+    give: tuple[float, ...]
+    out: tuple[float, ...]
+    bring: tuple[Lane, ...]
+    bring_back: tuple[Lane, ...]
+    finish: tuple[Lane, ...]
+    finish_back: tuple[Lane, ...]
+    roles: tuple[Mapping[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Swap:
+    """An exchange of all candidates: elements, and messages, of the fullest rank and of all."""
+
+    wanted: Floats
+    own: Floats
+    parts: Mapping[str, Floats]
+    total: Floats
+
+    @property
+    def received(self) -> Floats:
+        return self.wanted - self.own
+
+
+class Form:
+    """A node's rule for a table of candidates."""
+
+    def __init__(
+        self, node: Node, labels: Mapping[Value, str], table: Ints, devices: int, known: Known
+    ) -> None:
+        self.node, self.labels, self.table, self.devices = node, labels, table, devices
+        self.operands: Sequence[Value] = lower_alone(node, labels, Degrees()).operands
+        self.answers: dict[str, list[Answer]] = {}
+        self.at: dict[str, Ints] = {}
+        self.known = known.setdefault(signature(node, labels), {})
+        pairs = {
+            "n": table[:, :1], "d": table[:, 1:2], "h": table[:, 2:3], "w": table[:, 3:4],
+            "cf": table[:, 4:],
+        }  # fmt: skip
+        for group, columns in pairs.items():
+            values, where = np.unique(columns, axis=0, return_inverse=True)
+            self.at[group] = where.reshape(-1)
+            self.answers[group] = [
+                self._ask(Degrees(**dict(zip(group, map(int, row))))) for row in values
+            ]
+
+    def _ask(self, degrees: Degrees) -> Answer:
+        if degrees not in self.known:
+            self.known[degrees] = self._answer(degrees)
+        return self.known[degrees]
+
+    def _answer(self, degrees: Degrees) -> Answer:
+        lowered = lower_alone(self.node, self.labels, degrees)
+        operation = lowered.operation
+        brings = []
+        for value, need in zip(lowered.operands, operation.needs, strict=True):
+            home = Cover.of(need.home)
+            right = value.held or home.blocks == need.cover.blocks
+            brings.append(still(home) if right else lanes(home, at_rest(need.cover)))
+        ends = [(g, Cover.of(o)) for g, o in zip(operation.gives, operation.outs, strict=True)]
+        finishes = [still(o) if g == o else lanes(g, o) for g, o in ends]
+        return Answer(
+            tuple(_share(need.cover) for need in operation.needs),
+            tuple(_share(give) for give, _ in ends),
+            tuple(_share(out) for _, out in ends),
+            tuple(forth for forth, _ in brings),
+            tuple(back for _, back in brings),
+            tuple(forth for forth, _ in finishes),
+            tuple(back for _, back in finishes),
+            tuple(_roles(need.cover, degrees) for need in operation.needs),
+        )
+
+    def share(self, name: str, index: int, groups: Sequence[str] = GROUPS) -> Floats:
+        """Multiply `need`, `give` or `out` of one operand or result over groups of letters."""
+        found = np.ones(len(self.table))
+        for group in groups:
+            column = np.array([getattr(answer, name)[index] for answer in self.answers[group]])
+            found *= column[self.at[group]]
+        return found
+
+    def swap(self, name: str, index: int, elements: int) -> Swap:
+        """Return an exchange of one operand or result that has so many elements."""
+        columns: dict[str, dict[str, Floats]] = {
+            field: {} for field in ("wanted", "own", "parts", "all_wanted", "all_own")
+        }
+        for group in GROUPS:
+            lanes = [getattr(answer, name)[index] for answer in self.answers[group]]
+            for field, found in columns.items():
+                found[group] = np.array([getattr(lane, field) for lane in lanes])[self.at[group]]
+        product = {
+            field: np.prod([found[group] for group in GROUPS], axis=0)
+            for field, found in columns.items()
+        }
+        replicas = self.devices / self.table.prod(1)
+        return Swap(
+            product["wanted"] * elements,
+            product["own"] * elements,
+            columns["parts"],
+            np.rint((product["all_wanted"] - product["all_own"]) * elements * replicas),
+        )
+
+    def roles(self, index: int) -> dict[str, int]:
+        """Return the dim of an operand that each letter cuts; PARTIAL or REPLICA where none."""
+        found = dict.fromkeys(LETTERS, REPLICA)
+        for answers in self.answers.values():
+            for answer in answers:
+                found |= answer.roles[index]
+        return found
+
+    def sharers(self, index: int) -> Ints:
+        """Return how many ranks share each block of an operand: those that its work is over."""
+        roles = self.roles(index)
+        columns = [i for i, letter in enumerate(LETTERS) if roles[letter] == PARTIAL]
+        return self.table[:, columns].prod(1) if columns else np.ones(len(self.table), np.int64)
+
+
+Known = dict[str, dict[Degrees, Answer]]
+"""What rules have said before, by the signature of the call: networks repeat themselves."""
+
+
+def signature(node: Node, labels: Mapping[Value, str]) -> str:
+    """Return a text that is the same for calls whose rules say the same."""
+
+    def described(value: Value) -> str:
+        return f"{value.origin} {value.shape} {value.dtype} {labels.get(value)}"
+
+    args = replace_values((node.args, node.kwargs), described)
+    return f"{node.kind} {args} {[described(out) for out in node.outs]}"
+
+
+def lower_alone(node: Node, labels: Mapping[Value, str], degrees: Degrees) -> Lowered:
+    """Plan one call as if all its operands lay as its degrees say."""
+    ranks = degrees.product
+    layouts = {
+        value: Layout.of(value.shape, labels[value], degrees, ranks=ranks)
+        for value in node.values()
+        if not value.held
+    }
+    site = Site(node, layouts, dict(labels), degrees, ranks, 0, Draws(0))
+    return REGISTRY[node.kind].apply(site)
+
+
+def _roles(cover: Cover, degrees: Degrees) -> dict[str, int]:
+    """Return which dim each letter above 1 cuts, read off the axes, slowest first."""
+    letters = [(letter, size) for letter, size in degrees.items() if size > 1]
+    rest = [(axis.dim, axis.size) for axis in cover.axes]
+    found: dict[str, int] = {}
+    for letter, size in letters:
+        dim, left = rest[0]
+        found[letter] = dim
+        rest = [(dim, left // size), *rest[1:]] if left > size else rest[1:]
+    return found
+
+
+def _share(cover: Cover) -> float:
+    """Return the largest local size as a share of the tensor."""
+    sizes = [max(one.size for one in blocks) for blocks in cover.blocks]
+    return prod(sizes) / max(prod(cover.shape), 1)

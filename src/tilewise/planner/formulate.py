@@ -1,0 +1,424 @@
+"""Turn a captured model and a machine into a planning problem (see solve/problem.py).
+
+Each layer with candidates is a variable; the calls that follow it are priced with it. Each tensor
+that another variable reads is a transfer: how the source's candidates leave it, how the readers'
+candidates want it, and what the move costs. A reader's own halo is not part of the move: it is
+priced with the reader, for an operand that already lies right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tilewise.errors import PlanError
+from tilewise.graph.captured import Graph
+from tilewise.graph.graph import Node, Value
+from tilewise.graph.labels import labels
+from tilewise.graph.sync import BUCKET_BYTES
+from tilewise.layout import Degrees
+from tilewise.plan import Layer, Plan
+from tilewise.planner.cost import NodeCost, Setting, node_cost
+from tilewise.planner.follow import follow, follow_simple, simple
+from tilewise.planner.forms import Form, Known
+from tilewise.planner.layouts import Layouts, moved, summed_back
+from tilewise.planner.memory import keeps
+from tilewise.planner.payload import differentiable
+from tilewise.planner.places import (
+    Choices,
+    choices,
+    first_reader,
+    largest,
+    letter_roles,
+    place_of,
+)
+from tilewise.planner.price import bill_s
+from tilewise.planner.solve import Consumer, Moves, Problem, Tie, Transfer, Variable
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+EXACT_WORK = 20_000_000
+"""Up to so many (layout pair, rank, dim)s, uneven moves are counted rank by rank."""
+
+WHOLE_TABLE = 1 << 20
+"""Up to so many pairs of layouts, all moves of a tensor are priced at once."""
+
+
+@dataclass
+class Reader:
+    """A call of another variable that reads a tensor.
+
+    `keeps` tells whether backward needs the operand, `halo` for which candidates the call makes a
+    copy of it with neighbours' rows.
+    """
+
+    node: Node
+    variable: int
+    wants: Layouts
+    keeps: bool
+    halo: NDArray[np.bool_]
+
+
+@dataclass
+class Formulation:
+    """A problem, and what its numbers stand for."""
+
+    graph: Graph
+    setting: Setting
+    choices: Choices
+    costs: dict[str, NodeCost] = field(default_factory=dict)
+    readers: dict[Value, list[Reader]] = field(default_factory=dict)
+    moves: dict[Value, MoveCosts] = field(default_factory=dict)
+    problem: Problem = field(init=False)
+
+    @property
+    def names(self) -> list[str]:
+        """The layers with candidates, one for each variable."""
+        return self.choices.names
+
+    def plan(self, choice: tuple[int, ...]) -> Plan:
+        """Return chosen candidates as a plan."""
+        found = zip(self.names, self.choices.candidates, choice, strict=True)
+        return Plan({name: some.degrees(index) for name, some, index in found})
+
+    def choice(self, plan: Plan) -> tuple[int, ...]:
+        """Return the candidates that a plan's degrees are."""
+        return tuple(
+            some.index(plan.layers.get(name, Degrees()))
+            for name, some in zip(self.names, self.choices.candidates, strict=True)
+        )
+
+
+def formulate(
+    graph: Graph, setting: Setting, *, pins: Mapping[str, Degrees] | None = None
+) -> Formulation:
+    """Price all candidates of all layers, and all moves between them."""
+    named = labels(graph.training)
+    found = Formulation(graph, setting, choices(graph, named, setting.devices, pins or {}))
+    if not found.names:
+        raise PlanError("plan: the model has no layer with weights or windows to split")
+    _Walk(found, named).run()
+    found.problem = _problem(found)
+    return found
+
+
+class _Walk:
+    """Go through the program once, and note where every tensor lies."""
+
+    def __init__(self, found: Formulation, named: Mapping[Value, str]) -> None:
+        self.found, self.named = found, named
+        self.setting, self.choices = found.setting, found.choices
+        self.places = self.choices.places
+        self.grads = differentiable(self.choices.program)
+        self.known: Known = {}
+        self.kept: set[Value] = set()
+
+    def run(self) -> None:
+        program = self.choices.program
+        for value in program.inputs:
+            owner = first_reader(value, program, self.choices.variable)
+            if owner is not None:
+                some = self.choices.candidates[owner]
+                self.places[value] = place_of(
+                    value, owner, some, self.named[value], self.setting.devices, channels=False
+                )
+        for node in program.nodes:
+            if node.name in self.choices.variable:
+                self._decide(node)
+            else:
+                self._follow(node)
+        self._outputs()
+        self._hold()
+
+    def _decide(self, node: Node) -> None:
+        """Price a call with candidates of its own."""
+        variable = self.choices.variable[node.name]
+        some = self.choices.candidates[variable]
+        form = Form(node, self.named, some.table, self.setting.devices, self.known)
+        cost = node_cost(form, self.setting, grads=self.grads)
+        self.choices.owner[node.name] = variable
+        self.found.costs[node.name] = cost
+        for index, value in enumerate(form.operands):
+            if value.held or value not in self.places:
+                continue
+            wants = Layouts.of_degrees(
+                value.shape, self.setting.devices, some.table, form.roles(index)
+            )
+            halo = form.swap("bring", index, prod(value.shape)).received > 0
+            copy = form.share("need", index) * prod(value.shape) * self.setting.size(value)
+            self._read(node, variable, value, wants, halo)
+            held = keeps(node, split=bool(halo.any()))
+            if held.operands:
+                # a copy with neighbours' rows; whether the operand itself stays, see _hold
+                cost.saved_bytes += np.where(halo, copy, 0.0)
+        for out in node.outs:
+            text = self.named[out]
+            place = place_of(out, variable, some, text, self.setting.devices)
+            self.places[out] = place
+            cost.saved_bytes += place.local * keeps(node).beside_bytes
+        self._note_results(node)
+
+    def _follow(self, node: Node) -> None:
+        """Price a call where its largest operand lies."""
+        operand = largest(node, self.places)
+        if operand is None:
+            return  # it is computed from what every rank holds
+        place = self.places[operand]
+        table = self.choices.candidates[place.owner].table
+        if simple(node, operand):
+            found = follow_simple(node, place, table, self.setting, grads=self.grads)
+        else:
+            found = follow(node, operand, place, self.named, table, self.setting, grads=self.grads)
+        self.choices.owner[node.name] = place.owner
+        self.found.costs[node.name] = found.cost
+        for value, wants in found.wants.items():
+            if value in self.places:
+                self._read(node, place.owner, value, wants, np.zeros(len(table), bool))
+        self.places.update(zip(node.outs, found.places, strict=True))
+        if keeps(node).operands:
+            self.kept.add(operand)
+        self._note_results(node)
+
+    def _note_results(self, node: Node) -> None:
+        if keeps(node).results:
+            self.kept.update(node.outs)
+
+    def _read(
+        self,
+        node: Node,
+        variable: int,
+        value: Value,
+        wants: Layouts,
+        halo: NDArray[np.bool_],
+    ) -> None:
+        """Note a reader of a tensor; one of the tensor's own variable pays for the move itself."""
+        place = self.places[value]
+        stays = keeps(node, split=bool(halo.any())).operands
+        if place.owner != variable:
+            reader = Reader(node, variable, wants, stays, halo)
+            self.found.readers.setdefault(value, []).append(reader)
+            return
+        if stays and not halo.all():
+            self.kept.add(value)
+        targets, where = wants.distinct()
+        costs = MoveCosts(value, place.layouts, targets, self.setting, value in self.grads)
+        moves = costs.pairs(place.where, where)
+        self.found.costs[node.name].exchange_forward += moves.forward
+        self.found.costs[node.name].exchange_backward += moves.backward
+
+    def _outputs(self) -> None:
+        """Charge the network's results, which are handed out with whole channels."""
+        for value in self.choices.program.output_values:
+            place = self.places.get(value)
+            text = self.named.get(value, "")
+            maker = self.choices.program.producers().get(value)
+            if place is None or maker is None or "c" not in text:
+                continue
+            roles = letter_roles(text) | {"c": -1, "f": -1}
+            table = self.choices.candidates[place.owner].table
+            target = Layouts.of_degrees(value.shape, self.setting.devices, table, roles)
+            targets, where = target.distinct()
+            costs = MoveCosts(value, place.layouts, targets, self.setting, value in self.grads)
+            moves = costs.pairs(place.where, where)
+            self.found.costs[maker.name].exchange_forward += moves.forward
+            self.found.costs[maker.name].exchange_backward += moves.backward
+
+    def _hold(self) -> None:
+        """Charge what is kept to the variable under which it lies, each tensor once."""
+        makers = self.choices.program.producers()
+        first = next(iter(self.found.costs))
+        for value, place in self.places.items():
+            readers = self.found.readers.get(value, [])
+            keepers = [reader for reader in readers if reader.keeps]
+            size = place.local * self.setting.size(value)
+            if value.origin == "input" or value in self.kept or len(keepers) > 1:
+                maker = makers.get(value)
+                if maker is None:
+                    self.found.costs[self._charged(value, first)].saved_bytes += size
+                elif keeps(maker).results:
+                    self.found.costs[maker.name].saved_bytes += size
+                else:
+                    self.found.costs[maker.name].later_bytes += size
+                self.kept.add(value)
+            elif keepers:
+                # kept by this reader alone: as its copy with a halo, or else as it is
+                reader = keepers[0]
+                local = reader.wants.local() * self.setting.size(value)
+                held = self.found.costs[reader.node.name].saved_bytes
+                held += np.where(reader.halo, 0.0, local)
+        tables: Tables = {}
+        for value, readers in self.found.readers.items():
+            place = self.places[value]
+            copies = value in self.kept
+            self.found.moves[value] = MoveCosts.shared(
+                value, place.layouts, readers, self.setting, value in self.grads, copies, tables
+            )
+
+    def _charged(self, value: Value, first: str) -> str:
+        """Return the call that an input's bytes are charged to."""
+        owner = self.places[value].owner
+        return next((n for n, i in self.choices.variable.items() if i == owner), first)
+
+
+Tables = dict[Any, tuple[Floats, Floats]]
+"""Seconds forward and backward of all moves of a tensor, by what tells them from others'."""
+
+
+class MoveCosts:
+    """What moves of one tensor cost, by rows of source and of target layouts.
+
+    `held` are the bytes that a moved copy keeps, for each target.
+    """
+
+    def __init__(
+        self,
+        value: Value,
+        sources: Layouts,
+        targets: Layouts,
+        setting: Setting,
+        grads: bool,
+        held: Floats | None = None,
+        tables: Tables | None = None,
+    ) -> None:
+        self.tables = {} if tables is None else tables
+        self.sources, self.targets, self.setting, self.grads = sources, targets, setting, grads
+        self.itemsize = setting.size(value)
+        self.held = np.zeros(len(targets)) if held is None else held
+        self.wants: list[Ints] = []
+        even = sources.even() and targets.even()
+        work = len(sources) * len(targets) * setting.devices * max(len(value.shape), 1)
+        scattered = sources.index is not None or targets.index is not None
+        self.by_rank = not even and (work <= EXACT_WORK or scattered)
+
+    @classmethod
+    def shared(
+        cls,
+        value: Value,
+        sources: Layouts,
+        readers: list[Reader],
+        setting: Setting,
+        grads: bool,
+        copies: bool,
+        tables: Tables,
+    ) -> MoveCosts:
+        """Number what all readers want in one list; equal layouts have equal numbers."""
+        targets, where = Layouts.joined([reader.wants for reader in readers]).distinct()
+        held = np.zeros(len(targets))
+        ends = np.cumsum([len(reader.wants) for reader in readers])
+        wants = np.split(where, ends[:-1])
+        local = targets.local() * setting.size(value)
+        for reader, labels_ in zip(readers, wants, strict=True):
+            if copies and reader.keeps:
+                plain = labels_[~reader.halo]
+                held[plain] = local[plain]
+        found = cls(value, sources, targets, setting, grads, held, tables)
+        found.wants = wants
+        return found
+
+    def __call__(self, sources: Ints, targets: Ints) -> Moves:
+        """Return tables of shape (sources, targets)."""
+        if len(self.sources) * len(self.targets) > WHOLE_TABLE:
+            return self._moves(sources, targets, paired=False)
+        forward, backward = (table[np.ix_(sources, targets)] for table in self._whole)
+        return Moves(forward, backward, self._held(forward, targets))
+
+    @cached_property
+    def _whole(self) -> tuple[Floats, Floats]:
+        """All moves forward and backward; tensors that lie and are wanted alike share them."""
+        everything = np.arange(len(self.sources)), np.arange(len(self.targets))
+        key = (self.sources.key, self.targets.key, self.itemsize, self.grads)
+        if key not in self.tables:
+            found = self._moves(*everything, paired=False)
+            self.tables[key] = found.forward, found.backward
+        return self.tables[key]
+
+    def pairs(self, sources: Ints, targets: Ints) -> Moves:
+        """Return the moves from each of some sources to the target beside it."""
+        pairs = np.stack([sources, targets], 1)
+        some, where = np.unique(pairs, axis=0, return_inverse=True)
+        found = self._moves(some[:, 0], some[:, 1], paired=True)
+        where = where.reshape(-1)
+        return Moves(found.forward[where, 0], found.backward[where, 0], found.held[where, 0])
+
+    def _moves(self, sources: Ints, targets: Ints, *, paired: bool) -> Moves:
+        some, others = self.sources.take(sources), self.targets.take(targets)
+        node, machine = self.setting.node, self.setting.machine
+        forth = moved(some, others, node, by_rank=self.by_rank, paired=paired)
+        forward = bill_s(machine, forth, self.itemsize)
+        backward = np.zeros_like(forward)
+        if self.grads:
+            back = summed_back(some, others, node, by_rank=self.by_rank, paired=paired)
+            backward = bill_s(machine, back, self.itemsize)
+        held = np.zeros(forward.shape, np.int64) if paired else self._held(forward, targets)
+        return Moves(forward, backward, held)
+
+    def _held(self, forward: Floats, targets: Ints) -> Ints:
+        """Return the bytes of the copies that moves make and backward keeps."""
+        return np.where(forward > 0, self.held[targets][None], 0.0).astype(np.int64)
+
+
+def _problem(found: Formulation) -> Problem:
+    """Add up the calls of each variable, and list transfers and ties."""
+    overlap = found.setting.machine.overlap_halo
+    members: list[list[NodeCost]] = [[] for _ in found.names]
+    for name, cost in found.costs.items():
+        members[found.choices.owner[name]].append(cost)
+    bucket = _largest_bucket(found)
+    variables = []
+    for name, costs in zip(found.names, members, strict=True):
+        burst = np.max([np.maximum(c.burst_bytes, c.copy_bytes) for c in costs], axis=0)
+        burst = burst + np.where(sum(c.sync for c in costs) > 0, bucket, 0.0)
+        blocks = found.setting.blocks
+        held = sum(c.saved_bytes + c.later_bytes + blocks * c.block_bytes for c in costs)
+        variables.append(
+            Variable.of(
+                name,
+                sum(cost.forward(overlap) + cost.optimizer for cost in costs),
+                sum(cost.backward(overlap) for cost in costs),
+                sum(cost.sync for cost in costs),
+                np.ceil(held).astype(np.int64),
+                np.ceil(burst).astype(np.int64),
+            )
+        )
+    transfers = []
+    for value, readers in found.readers.items():
+        place, moves = found.choices.places[value], found.moves[value]
+        consumers = tuple(
+            Consumer(reader.variable, wants)
+            for reader, wants in zip(readers, moves.wants, strict=True)
+        )
+        transfers.append(Transfer(value.name, place.owner, place.where, consumers, moves))
+    return Problem(tuple(variables), tuple(transfers), tuple(_ties(found)))
+
+
+def _largest_bucket(found: Formulation) -> int:
+    """Return the most bytes that a bucket of gradients has under any plan."""
+    sizes = {
+        str(value.source): prod(value.shape) * found.setting.itemsize
+        for node in found.choices.program.nodes
+        for value in node.values()
+        if value.origin == "parameter"
+    }
+    return min(sum(sizes.values()), BUCKET_BYTES + max(sizes.values(), default=0))
+
+
+def _ties(found: Formulation) -> list[Tie]:
+    """Tie the channel and filter degrees of layers that share a parameter."""
+    sharing: dict[str, list[int]] = {}
+    layers: dict[str, Layer] = {layer.name: layer for layer in found.graph.layers}
+    for name, variable in found.choices.variable.items():
+        for parameter in layers[name].shares:
+            sharing.setdefault(parameter, []).append(variable)
+    ties = []
+    for members in {tuple(some) for some in sharing.values() if len(some) > 1}:
+        tables = [found.choices.candidates[variable].table for variable in members]
+        labels_ = tuple(table[:, 4] * found.setting.devices * 2 + table[:, 5] for table in tables)
+        ties.append(Tie(members, labels_))
+    return ties

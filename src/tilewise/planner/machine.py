@@ -1,0 +1,210 @@
+"""A machine: what its devices and links can do, read from a JSON file.
+
+Units stand in the names of the keys. Every file carries the sources of its numbers; nothing about
+any machine is in the code.
+
+    one device   ── node link ──   the other devices of its node
+                 ── network   ──   devices of other nodes
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from tilewise.errors import TilewiseError
+
+Floats = NDArray[np.float64]
+PRESETS = Path(__file__).parent / "machines"
+
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class MachineError(TilewiseError, ValueError):
+    """A machine file that cannot be used."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Link(_Part):
+    """What a message of n bytes costs: latency + n / bandwidth; a device's own share of it.
+
+    `concurrent_messages` is how many messages to different peers a device has under way at once:
+    so many latencies pass together.
+    """
+
+    latency_s: NotNegative
+    bandwidth_bytes_per_s: Positive
+    concurrent_messages: Annotated[int, Field(ge=1)] = 1
+
+
+class AllReduce(_Part):
+    """A sum of n bytes over p ranks.
+
+        up to small_bytes     log2(p) · (latency + n / bandwidth)
+        above                 2·log2(p)·latency + 2·(p−1)/p · n / bandwidth
+
+    Latency and bandwidth are the slowest link's among the ranks, times `latency_share` and
+    `efficiency`; `overhead_s` is paid once.
+    """
+
+    small_bytes: NotNegative
+    efficiency: Positive
+    latency_share: NotNegative = 1.0
+    overhead_s: NotNegative = 0.0
+
+
+class Curve(_Part):
+    """A share of the peak by the size of something, straight between points on a log axis."""
+
+    at: tuple[Positive, ...]
+    share: tuple[Share, ...]
+
+    @model_validator(mode="after")
+    def _check(self) -> Curve:
+        if len(self.at) != len(self.share) or not self.at:
+            raise ValueError("at and share must have equally many entries, at least one")
+        if any(a >= b for a, b in zip(self.at, self.at[1:])):
+            raise ValueError("at must increase")
+        return self
+
+    def __call__(self, sizes: Floats) -> Floats:
+        found = np.interp(np.log(np.maximum(sizes, 1e-300)), np.log(self.at), self.share)
+        return np.asarray(found, np.float64)
+
+
+class Arithmetic(_Part):
+    """How fast one kind of layer computes in one dtype.
+
+    The rate is the peak times a share by floating point operations of one call and a share by the
+    geometric mean of its input and output channels.
+    """
+
+    by_flops: Curve
+    by_channels: Curve
+
+
+class Compute(_Part):
+    """One dtype: peak rate, and what each kind of layer reaches of it.
+
+    Kinds are torch's names (`conv2d`, `linear`); `default` is for the others with arithmetic.
+    `backward_share` is the rate of backward relative to forward.
+    """
+
+    peak_flops_per_s: Positive
+    kinds: dict[str, Arithmetic]
+    backward_share: Positive = 1.0
+
+    @model_validator(mode="after")
+    def _check(self) -> Compute:
+        if "default" not in self.kinds:
+            raise ValueError("kinds must have a 'default'")
+        return self
+
+
+class LayerTime(_Part):
+    """A measured layer: its kind, the local shapes of operands in order, and its seconds."""
+
+    kind: str
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...]
+    options: str = ""
+    forward_s: NotNegative
+    backward_s: NotNegative
+
+
+class Machine(_Part):
+    """Devices, their memory and rates, and the links between them.
+
+    `reserved_bytes` of a device's memory are not the model's. Where convolutions copy operands
+    into blocks of channels first, `workspace_channel_block` is the size of a block.
+    """
+
+    name: str
+    sources: dict[str, str]
+    devices_per_node: Annotated[int, Field(ge=1)]
+    memory_bytes: Annotated[int, Field(gt=0)]
+    reserved_bytes: Annotated[int, Field(ge=0)] = 0
+    workspace_channel_block: Annotated[int, Field(ge=1)] = 1
+    memory_bandwidth_bytes_per_s: Positive
+    memory_by_bytes: Curve
+    call_s: NotNegative
+    compute: dict[str, Compute]
+    node: Link
+    network: Link
+    all_reduce: AllReduce
+    overlap_halo: Annotated[float, Field(ge=0, le=1)]
+    layer_times: tuple[LayerTime, ...] = ()
+    fit_errors: dict[str, float] = Field(default_factory=dict)
+
+    def rates(self, dtype: str) -> Compute:
+        """Return what is known of a dtype."""
+        if dtype not in self.compute:
+            raise MachineError(
+                f"machine {self.name}: no rates for {dtype}; it has {', '.join(self.compute)}"
+            )
+        return self.compute[dtype]
+
+    def arithmetic_s(self, kind: str, dtype: str, flops: Floats, channels: Floats) -> Floats:
+        """Return the seconds of calls with so many floating point operations."""
+        compute = self.rates(dtype)
+        found = compute.kinds.get(kind, compute.kinds["default"])
+        share = found.by_flops(flops) * found.by_channels(channels)
+        return flops / (compute.peak_flops_per_s * share)
+
+    def traffic_s(self, moved_bytes: Floats) -> Floats:
+        """Return the seconds in which a device reads and writes so many bytes of its memory."""
+        return moved_bytes / (self.memory_bandwidth_bytes_per_s * self.memory_by_bytes(moved_bytes))
+
+    @cached_property
+    def measured(self) -> dict[tuple[str, str, tuple[tuple[int, ...], ...], str], LayerTime]:
+        """The table of measured layers by kind, dtype, shapes and options."""
+        return {(row.kind, row.dtype, row.shapes, row.options): row for row in self.layer_times}
+
+    def to_json(self) -> str:
+        """Return the machine as JSON text."""
+        return self.model_dump_json(indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, where: str = "machine") -> Machine:
+        """Read a machine; errors name the key and the rule."""
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(str(part) for part in first["loc"]) or "JSON"
+            raise MachineError(f"{where}: {key}: {first['msg']}") from error
+
+
+def preset_names() -> tuple[str, ...]:
+    """List the machines that come with the package."""
+    return tuple(sorted(path.stem for path in PRESETS.glob("*.json")))
+
+
+def load_machine(machine: str | Path | Machine) -> Machine:
+    """Return a preset by name, or a machine from a JSON file."""
+    if isinstance(machine, Machine):
+        return machine
+    path = Path(machine)
+    if str(machine) in preset_names():
+        path = PRESETS / f"{machine}.json"
+    elif not path.is_file():
+        raise MachineError(
+            f"machine: {str(machine)!r} is neither a file nor one of {', '.join(preset_names())}"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+        json.loads(text)
+    except (ValueError, OSError) as error:
+        raise MachineError(f"machine {path}: this is not JSON: {error}") from error
+    return Machine.from_json(text, where=f"machine {path}")

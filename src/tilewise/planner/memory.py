@@ -1,0 +1,53 @@
+"""What autograd keeps for backward: which calls save which of their tensors.
+
+Kept are operands (as they were brought, halos included), results, or something beside them such as
+the indices of a maximum. A tensor that several calls keep counts once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewise.graph.graph import Node
+
+INDEX_BYTES = 8
+MASK_BYTES = 1
+
+OPERAND = {
+    "gelu", "silu", "mish", "hardswish", "hardsigmoid", "softplus", "elu", "leaky_relu", "relu6",
+    "hardtanh", "pow", "log", "abs", "clamp", "square", "adaptive_avg_pool1d",
+    "adaptive_avg_pool2d", "adaptive_avg_pool3d", "batch_norm", "group_norm", "instance_norm",
+    "layer_norm", "linear", "mul", "div", "matmul", "bmm", "mm", "addmm", "mse_loss", "l1_loss",
+    "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits",
+}  # fmt: skip
+RESULT = {"relu", "sigmoid", "tanh", "softmax", "log_softmax", "exp", "sqrt", "rsqrt"}
+
+
+@dataclass(frozen=True)
+class Keeps:
+    """What a call keeps: its operands, its results, and bytes beside each element of a result."""
+
+    operands: bool = False
+    results: bool = False
+    beside_bytes: int = 0
+
+
+def keeps(node: Node, *, split: bool = True) -> Keeps:
+    """Return what a call keeps; `split`, whether its windows reach into other ranks' slabs."""
+    kind = node.kind
+    if node.no_grad:
+        return Keeps()
+    if kind.startswith("conv"):
+        return Keeps(operands=True)
+    if kind.startswith("max_pool"):
+        return Keeps(operands=not split, beside_bytes=INDEX_BYTES)
+    if kind.startswith("avg_pool"):
+        return Keeps(operands=not split)
+    if kind.endswith("dropout"):
+        training = bool(node.args[2]) and node.args[1] > 0
+        return Keeps(beside_bytes=MASK_BYTES if training else 0)
+    if kind == "cross_entropy_loss":
+        return Keeps(operands=True)
+    if kind in RESULT or (kind in OPERAND and node.in_place is not None):
+        return Keeps(results=True)
+    return Keeps(operands=kind in OPERAND)

@@ -1,0 +1,124 @@
+"""Who decides how a call is split, and how its results lie under each of that one's candidates.
+
+A layer with weights or windows, and one that joins several tensors, has candidates of its own; all
+others follow the one that made their largest operand. A network's input lies as its first reader
+with candidates wants it, but for the channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tilewise.graph.captured import Graph
+from tilewise.graph.graph import Node, Program, Value
+from tilewise.layout import REPLICA, Degrees
+from tilewise.plan import Layer
+from tilewise.planner.candidates import LETTERS, Candidates, candidates
+from tilewise.planner.layouts import Layouts
+
+Ints = NDArray[np.int64]
+
+FOLLOWERS = {
+    "batch_norm", "group_norm", "instance_norm", "layer_norm", "softmax", "log_softmax", "dropout",
+    "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "to", "type_as", "to_copy",
+    "prelu",
+}  # fmt: skip
+ADAPTIVE = "adaptive_"
+
+
+@dataclass(frozen=True)
+class Place:
+    """How a tensor lies: under candidate k of variable `owner` as row `where[k]` of `layouts`."""
+
+    owner: int
+    layouts: Layouts
+    where: Ints
+
+    @property
+    def local(self) -> NDArray[np.float64]:
+        """The elements that the fullest rank holds, for each candidate."""
+        return self.layouts.local()[self.where]
+
+
+@dataclass
+class Choices:
+    """The variables of a program: the nodes with candidates, and who follows whom."""
+
+    program: Program
+    labels: Mapping[Value, str]
+    devices: int
+    names: list[str] = field(default_factory=list)
+    candidates: list[Candidates] = field(default_factory=list)
+    variable: dict[str, int] = field(default_factory=dict)
+    owner: dict[str, int] = field(default_factory=dict)
+    places: dict[Value, Place] = field(default_factory=dict)
+
+
+def chooses(node: Node, layer: Layer) -> bool:
+    """Whether a call has candidates of its own."""
+    if not layer.extents or node.kind in FOLLOWERS or node.kind.startswith(ADAPTIVE):
+        return False
+    if node.kind.startswith("conv") or node.kind == "linear":
+        return True
+    operands = [value for value in node.values() if not value.held]
+    return len(operands) > 1 or _has_window(node)
+
+
+def _has_window(node: Node) -> bool:
+    return any(word in node.kind for word in ("pool", "upsample", "pad", "pixel"))
+
+
+def choices(
+    graph: Graph, labels: Mapping[Value, str], devices: int, pins: Mapping[str, Degrees]
+) -> Choices:
+    """Find the variables of the training program and their candidates."""
+    program = graph.training
+    layers = {layer.name: layer for layer in graph.layers}
+    found = Choices(program, labels, devices)
+    for node in program.nodes:
+        layer = layers[node.name]
+        if chooses(node, layer) or (node.name in pins and layer.extents):
+            found.variable[node.name] = len(found.names)
+            found.names.append(node.name)
+            found.candidates.append(candidates(layer, devices, pin=pins.get(node.name)))
+    return found
+
+
+def letter_roles(text: str) -> dict[str, int]:
+    """Return the dim that each letter cuts of a tensor with these labels."""
+    found = dict.fromkeys(LETTERS, REPLICA)
+    found |= {letter: dim for dim, letter in enumerate(text) if letter in "ndhwc"}
+    return found | {"f": found["c"]}
+
+
+def first_reader(value: Value, program: Program, variable: Mapping[str, int]) -> int | None:
+    """Return the variable that decides how an input lies: the first one that it reaches."""
+    frontier = {value}
+    for node in program.nodes:
+        if frontier.intersection(node.values()):
+            if node.name in variable:
+                return variable[node.name]
+            frontier.update(node.outs)
+    return None
+
+
+def place_of(
+    value: Value, owner: int, found: Candidates, text: str, devices: int, *, channels: bool = True
+) -> Place:
+    """Return how a tensor lies that is cut by its owner's degrees."""
+    roles = letter_roles(text)
+    if not channels:
+        roles |= {"c": REPLICA, "f": REPLICA}
+    layouts, where = Layouts.of_degrees(value.shape, devices, found.table, roles).distinct()
+    return Place(owner, layouts, where)
+
+
+def largest(node: Node, places: Mapping[Value, Place]) -> Value | None:
+    """Return the largest operand that lies somewhere, the first on ties."""
+    operands = [value for value in node.values() if value in places]
+    return max(operands, key=lambda value: prod(value.shape), default=None)

@@ -1,0 +1,86 @@
+"""What each layer of a chosen plan costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from tilewise.planner.cost import bare
+from tilewise.planner.formulate import Formulation
+from tilewise.planner.payload import Payload
+from tilewise.planner.solve import Moves
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layer: seconds of a step by kind, and the bytes that all ranks together send for it.
+
+    `compute_s` includes the optimizer, `halo_s` is what does not hide behind compute. `sync_s`
+    hides behind the backward pass of all layers.
+    """
+
+    name: str
+    kind: str
+    degrees: str
+    compute_s: float
+    halo_s: float
+    exchange_s: float
+    sync_s: float
+    bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def rows(found: Formulation, choice: Sequence[int], payload: Payload) -> tuple[Row, ...]:
+    """List the layers of the training program that a split matters to."""
+    moves = chosen_moves(found, choice)
+    overlap = found.setting.machine.overlap_halo
+    sent = payload.bytes_by_layer
+    out = []
+    for node in found.choices.program.nodes:
+        owner = found.choices.owner.get(node.name)
+        if owner is None:
+            continue  # every rank does it alike with what it holds: a counter, a weight's norm
+        cost = found.costs[node.name].take(np.array([choice[owner]]))
+        degrees = found.choices.candidates[owner].degrees(choice[owner])
+        compute = cost.compute_forward + cost.compute_backward
+        exchange = cost.exchange_forward + cost.exchange_backward
+        halo = bare(cost.halo_forward, cost.compute_forward, overlap)
+        halo = halo + bare(cost.halo_backward, cost.compute_backward, overlap)
+        out.append(
+            Row(
+                node.name,
+                node.kind,
+                str(degrees),
+                float((compute + cost.optimizer)[0]),
+                float(halo[0]),
+                float(exchange[0]) + sum(_seconds(one) for one in moves.get(node.name, ())),
+                float(cost.sync[0]),
+                sent.get(node.name, 0),
+            )
+        )
+    return tuple(out)
+
+
+def _seconds(move: Moves) -> float:
+    return float(move.forward[0, 0] + move.backward[0, 0])
+
+
+def chosen_moves(found: Formulation, choice: Sequence[int]) -> dict[str, list[Moves]]:
+    """Return the moves that bring tensors to each layer that is the first to want them so."""
+    out: dict[str, list[Moves]] = {}
+    for value, readers in found.readers.items():
+        place, moves = found.choices.places[value], found.moves[value]
+        source = place.where[[choice[place.owner]]]
+        seen: set[int] = set()
+        for reader, wants in zip(readers, moves.wants, strict=True):
+            label = int(wants[choice[reader.variable]])
+            if label in seen:
+                continue
+            seen.add(label)
+            out.setdefault(reader.node.name, []).append(moves(source, np.array([label])))
+    return out

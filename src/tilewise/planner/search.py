@@ -1,0 +1,219 @@
+"""Find the fastest plan of a model on a machine, and say what it costs.
+
+found = tw.search(graph, devices=16, machine="lassen", memory="16GiB")
+found.plan, found.step_seconds, found.baselines["data"].step_seconds
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewise.errors import PlanError
+from tilewise.graph.captured import Graph
+from tilewise.graph.lower import plan_program
+from tilewise.layout import Degrees
+from tilewise.ops.draws import Draws
+from tilewise.plan import Plan
+from tilewise.planner.baselines import NAMES, baselines
+from tilewise.planner.cost import Setting
+from tilewise.planner.explain import Alternative, alternatives
+from tilewise.planner.formulate import Formulation, formulate
+from tilewise.planner.machine import Machine, load_machine
+from tilewise.planner.payload import Payload
+from tilewise.planner.rows import Row, rows
+from tilewise.planner.sensitivity import Tried, sensitivity
+from tilewise.planner.solve import Cost, evaluate, frontier, solve
+from tilewise.planner.timeline import peak_bytes
+
+UNITS = {"": 1, "B": 1} | {
+    prefix + end: base ** (power + 1)
+    for base, end in ((1000, "B"), (1024, "iB"))
+    for power, prefix in enumerate("KMGT")
+}
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A plan with what it costs, and whether it fits in memory."""
+
+    plan: Plan
+    cost: Cost
+    peak_bytes: int
+    fits: bool
+
+    @property
+    def step_seconds(self) -> float:
+        return self.cost.seconds
+
+
+class Found:
+    """The best plan that was found, and what else there is to know about it.
+
+    `optimal` is whether no candidate plan is faster, `gap` by how much one might be.
+    """
+
+    def __init__(
+        self,
+        formulation: Formulation,
+        memory_bytes: int,
+        time_limit: float,
+        pins: Mapping[str, Degrees],
+    ) -> None:
+        self.formulation, self.memory_bytes = formulation, memory_bytes
+        self.time_limit, self.pins = time_limit, pins
+        base = baselines(formulation, memory_bytes)
+        hints = [choice for choice, _ in base.values()]
+        self.solution = solve(formulation.problem, memory_bytes, time_limit=time_limit, hints=hints)
+        self.cost = evaluate(formulation.problem, self.solution.choice)
+        self.plan = formulation.plan(self.solution.choice)
+        self.baselines = {name: self._priced(*base[name]) for name in NAMES if name in base}
+
+    @property
+    def step_seconds(self) -> float:
+        return self.cost.seconds
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """What the fullest rank holds at its fullest moment."""
+        return peak_bytes(self.formulation, self.solution.choice)
+
+    @property
+    def optimal(self) -> bool:
+        return self.solution.optimal
+
+    @property
+    def gap(self) -> float:
+        return max(self.solution.gap, 0.0)
+
+    @property
+    def solve_seconds(self) -> float:
+        return self.solution.solve_seconds
+
+    @property
+    def devices(self) -> int:
+        return self.formulation.setting.devices
+
+    @property
+    def machine(self) -> Machine:
+        return self.formulation.setting.machine
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """Every layer with its degrees, seconds by kind, and bytes that all ranks send for it."""
+        return rows(self.formulation, self.solution.choice, self.payload(self.plan))
+
+    def payload(self, plan: Plan) -> Payload:
+        """Return all that a plan sends, counted on the planned program."""
+        program = self.formulation.graph.training
+        planned = plan_program(program, plan, ranks=self.devices, rank=0, draws=Draws(0))
+        return Payload(planned, plan, node=self.machine.devices_per_node)
+
+    def price(self, plan: Plan) -> Priced:
+        """Price another plan of the same model for the same machine."""
+        choice = self.formulation.choice(plan)
+        return self._priced(choice, evaluate(self.formulation.problem, choice))
+
+    def explain(self, layer: str, *, time_limit: float | None = None) -> list[Alternative]:
+        """Return every way to split a layer with its price when all others re-optimise."""
+        limit = self.time_limit if time_limit is None else time_limit
+        return alternatives(
+            self.formulation, self.solution.choice, layer, self.memory_bytes, time_limit=limit
+        )
+
+    def frontier(self, points: int = 8) -> list[Priced]:
+        """Return plans from the least memory to the fastest, each faster than the one before."""
+        problem = self.formulation.problem
+        found = frontier(problem, points, time_limit=self.time_limit)
+        return [self._priced(one.choice, evaluate(problem, one.choice)) for one in found]
+
+    def sensitivity(self) -> list[Tried]:
+        """Return what the plan loses where one of the machine's rates is 10 % off."""
+        return list(
+            sensitivity(
+                self.formulation,
+                self.solution.choice,
+                self.memory_bytes,
+                pins=self.pins,
+                time_limit=self.time_limit,
+            )
+        )
+
+    def _priced(self, choice: tuple[int, ...], cost: Cost) -> Priced:
+        peak = peak_bytes(self.formulation, choice)
+        return Priced(self.formulation.plan(choice), cost, peak, peak <= self.memory_bytes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the result as plain values, for JSON."""
+        return {
+            "step_seconds": self.step_seconds,
+            "peak_bytes": self.peak_bytes,
+            "optimal": self.optimal,
+            "gap": self.gap,
+            "solve_seconds": self.solve_seconds,
+            "devices": self.devices,
+            "machine": self.machine.name,
+            "layers": [row.as_dict() for row in self.rows],
+            "baselines": {
+                name: {
+                    "step_seconds": one.step_seconds,
+                    "peak_bytes": one.peak_bytes,
+                    "fits": one.fits,
+                }
+                for name, one in self.baselines.items()
+            },
+        }
+
+
+def search(
+    graph: Graph,
+    *,
+    devices: int,
+    machine: str | Path | Machine,
+    memory: str | int | None = None,
+    optimizer: str = "adam",
+    dtype: str | torch.dtype = "float32",
+    pins: Mapping[str, str | Degrees] | None = None,
+    time_limit: float = 60.0,
+) -> Found:
+    """Find the fastest plan for a captured model.
+
+    Args:
+        graph: what `capture` returned; with its loss, if it was captured with one.
+        devices: how many; all degrees' products divide it.
+        machine: a preset's name, a machine file, or a Machine.
+        memory: bytes a device, such as `16GiB`; by default the machine's, less what it reserves.
+        optimizer: `sgd`, `momentum`, `rmsprop`, `adam` or `adamw`: how much state it keeps.
+        dtype: what the model is trained in.
+        pins: degrees that single layers must have, by name or pattern.
+        time_limit: seconds after which the best plan so far is returned with its gap.
+    """
+    if devices < 1:
+        raise PlanError(f"plan: devices (={devices}) must be at least 1")
+    where = load_machine(machine)
+    name = str(dtype).removeprefix("torch.")
+    kind = getattr(torch, name, None)
+    if not isinstance(kind, torch.dtype):
+        raise PlanError(f"plan: dtype (={name!r}) is not a dtype of torch")
+    setting = Setting(where, devices, name, kind.itemsize, optimizer)
+    limit = where.memory_bytes - where.reserved_bytes if memory is None else parse_bytes(memory)
+    pinned = Plan.of(graph, dict(pins or {}))
+    pinned_layers = dict(pinned.layers)
+    found = formulate(graph, setting, pins=pinned_layers)
+    return Found(found, limit, time_limit, pinned_layers)
+
+
+def parse_bytes(text: str | int) -> int:
+    """Read a size such as `16GiB`, `900MB` or a number of bytes."""
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2] not in UNITS or float(match[1]) <= 0:
+        raise PlanError(f"memory: {text!r} must be a size such as 16GiB, 900MB or 17179869184")
+    return int(float(match[1]) * UNITS[match[2]])

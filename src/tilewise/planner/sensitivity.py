@@ -1,0 +1,72 @@
+"""Does a plan stay the best when the machine is a little other than its file says?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tilewise.layout import Degrees
+from tilewise.planner.formulate import Formulation, formulate
+from tilewise.planner.machine import Machine
+from tilewise.planner.solve import evaluate, solve
+
+SHARES = (0.9, 1.1)
+RATES = (
+    "compute.peak_flops_per_s",
+    "memory_bandwidth_bytes_per_s",
+    "call_s",
+    "node.latency_s",
+    "node.bandwidth_bytes_per_s",
+    "network.latency_s",
+    "network.bandwidth_bytes_per_s",
+)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One rate times `share`: how much slower the plan is than the best one would be then."""
+
+    rate: str
+    share: float
+    regret: float
+    changed: int
+
+    @property
+    def survives(self) -> bool:
+        """Whether the plan is still the best, up to one part in a thousand."""
+        return self.regret < 1e-3
+
+
+def sensitivity(
+    found: Formulation,
+    choice: tuple[int, ...],
+    cap: int,
+    *,
+    pins: Mapping[str, Degrees],
+    time_limit: float,
+) -> Iterator[Tried]:
+    """Yield, for each rate and share, what the choice loses there; `changed` counts layers."""
+    share_of_time = time_limit / (len(RATES) * len(SHARES))
+    for rate in RATES:
+        for share in SHARES:
+            machine = scaled(found.setting.machine, rate, share)
+            other = formulate(found.graph, replace(found.setting, machine=machine), pins=pins)
+            best = solve(other.problem, cap, time_limit=share_of_time, hints=[choice])
+            seconds = evaluate(other.problem, choice).seconds
+            differs = sum(a != b for a, b in zip(choice, best.choice, strict=True))
+            yield Tried(rate, share, seconds / best.seconds - 1.0, differs)
+
+
+def scaled(machine: Machine, rate: str, share: float) -> Machine:
+    """Return the machine with one of RATES times `share`."""
+    data: dict[str, Any] = machine.model_dump()
+    first, _, key = rate.partition(".")
+    if first == "compute":
+        for dtype in data["compute"].values():
+            dtype[key] *= share
+    elif key:
+        data[first][key] *= share
+    else:
+        data[first] *= share
+    return Machine.model_validate(data)

@@ -1,0 +1,26 @@
+"""Choose a candidate for each layer so that the step is fastest, and prove it."""
+
+from tilewise.planner.solve.answer import Prices, frontier, price, solve
+from tilewise.planner.solve.evaluate import Cost, evaluate
+from tilewise.planner.solve.memory import InfeasibleError, LeastMemory, least_memory
+from tilewise.planner.solve.problem import Consumer, Moves, Problem, Tie, Transfer, Variable
+from tilewise.planner.solve.solver import Solution
+
+__all__ = [
+    "Consumer",
+    "Cost",
+    "InfeasibleError",
+    "LeastMemory",
+    "Moves",
+    "Prices",
+    "Problem",
+    "Solution",
+    "Tie",
+    "Transfer",
+    "Variable",
+    "evaluate",
+    "frontier",
+    "least_memory",
+    "price",
+    "solve",
+]

@@ -1,0 +1,225 @@
+"""The candidates that may still be part of a better assignment, and the moves between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import EllipsisType
+
+import numpy as np
+
+from tilewise.planner.solve.problem import Floats, Ints, MoveCost, Moves, Problem
+from tilewise.planner.solve.weights import Weights
+
+
+@dataclass(slots=True)
+class Table:
+    """What moves cost between the labels that live candidates have.
+
+    Only the block `rows` × `columns` is known; outside it a move is taken to cost nothing, which
+    keeps every bound a bound. `shares` has a row a consumer: the part of a move to each target
+    label that it pays in bounds; the rows add up to one.
+    """
+
+    cost: MoveCost
+    sources: Ints
+    targets: Ints
+    rows: Ints
+    columns: Ints
+    moves: Moves
+    shares: Floats
+
+    @property
+    def whole(self) -> bool:
+        """Whether all live labels are in the known block."""
+        return len(self.rows) == len(self.sources) and len(self.columns) == len(self.targets)
+
+    def weigh(self, weights: Weights, penalty: float) -> Floats:
+        """Return the known block's costs as one number each; those of broken ties are infinite."""
+        return np.minimum(weights.of_moves(self.moves), penalty)
+
+
+@dataclass(slots=True)
+class Link:
+    """Two variables that share a table: a tensor's source and one of its consumers, or a tie.
+
+    `first_labels` and `second_labels` index the table by live candidate. `share` is the part of a
+    move, by target label, that this consumer pays when several want the tensor in that label.
+    """
+
+    table: int
+    first: int
+    second: int
+    first_labels: Ints
+    second_labels: Ints
+    share: Floats
+
+
+class Live:
+    """A problem whose candidates are removed as soon as they are proven useless."""
+
+    def __init__(self, problem: Problem, entries: int) -> None:
+        """Start from all candidates, and know about `entries` moves of each tensor."""
+        self.problem = problem
+        self.entries = entries
+        self.candidates = [np.arange(k) for k in problem.choices]
+        self.tables: list[Table] = []
+        self.links: list[Link] = []
+        self._connect([None] * (len(problem.transfers) + len(problem.ties)), None)
+
+    def keep(self, masks: Sequence[np.ndarray], scores: Sequence[Floats] | None = None) -> None:
+        """Keep the candidates that `masks` mark; lower `scores` are more worth knowing."""
+        self.candidates = [c[mask] for c, mask in zip(self.candidates, masks)]
+        if scores is not None:
+            scores = [score[mask] for score, mask in zip(scores, masks)]
+        if all(len(c) for c in self.candidates):
+            self._connect(list(self.tables), scores)
+
+    def lean(self, places: Sequence[int], part: float) -> None:
+        """Let those pay for a shared tensor's moves who move it in an assignment that is too cheap.
+
+        Args:
+            places: a live candidate for each variable.
+            part: how much of the shares to change.
+        """
+        paying: dict[tuple[int, int], list[Link]] = {}
+        for link in self.links:
+            table = self.tables[link.table]
+            if len(table.shares) > 1:
+                s = link.first_labels[places[link.first]]
+                t = int(link.second_labels[places[link.second]])
+                if table.sources[s] != table.targets[t]:
+                    paying.setdefault((link.table, t), []).append(link)
+        for (k, t), links in paying.items():
+            self.tables[k].shares[:, t] *= 1.0 - part
+            for link in links:
+                link.share[t] += part / len(links)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of live candidates of each variable."""
+        return [len(c) for c in self.candidates]
+
+    @property
+    def whole(self) -> bool:
+        """Whether all moves between live candidates are known."""
+        return all(table.whole for table in self.tables)
+
+    def _connect(self, before: Sequence[Table | None], scores: Sequence[Floats] | None) -> None:
+        """Build tables and links for the live candidates, with what `before` already knows."""
+        self.tables, self.links = [], []
+        for transfer in self.problem.transfers:
+            first = (transfer.source, transfer.leaves)
+            seconds = [(c.variable, c.wants) for c in transfer.consumers]
+            self._add(transfer.cost, first, seconds, before[len(self.tables)], scores)
+        for tie in self.problem.ties:
+            members = list(zip(tie.variables, tie.labels))
+            for first, second in pairwise(members):
+                known = before[len(self.tables)] if len(self.tables) < len(before) else None
+                self._add(self._tied, first, [second], known, scores)
+
+    def _add(
+        self,
+        cost: MoveCost,
+        first: tuple[int, Ints],
+        seconds: list[tuple[int, Ints]],
+        before: Table | None,
+        scores: Sequence[Floats] | None,
+    ) -> None:
+        leaves = first[1][self.candidates[first[0]]]
+        wants = [labels[self.candidates[variable]] for variable, labels in seconds]
+        sources, targets = np.unique(leaves), np.unique(np.concatenate(wants))
+        rows_of = np.searchsorted(sources, leaves)
+        columns_of = [np.searchsorted(targets, labels) for labels in wants]
+        users = np.zeros((len(seconds), len(targets)))
+        for user, places in zip(users, columns_of):
+            user[places] = 1.0
+        shares = _shares(users, targets, before)
+        for (variable, _), places, share in zip(seconds, columns_of, shares):
+            table = len(self.tables)
+            self.links.append(Link(table, first[0], variable, rows_of, places, share))
+        source_scores = target_scores = None
+        if scores is not None:
+            source_scores = _lowest(rows_of, scores[first[0]], len(sources))
+            of_targets = [
+                _lowest(places, scores[variable], len(targets))
+                for (variable, _), places in zip(seconds, columns_of)
+            ]
+            target_scores = np.min(of_targets, 0)
+        rows = np.arange(len(sources))
+        columns = np.arange(len(targets))
+        if len(sources) * len(targets) > self.entries:
+            side = int(self.entries**0.5)
+            rows = _best(source_scores, rows, max(side, self.entries // len(targets)))
+            columns = _best(target_scores, columns, max(side, self.entries // len(sources)))
+            if before is not None:
+                rows = np.union1d(rows, _common(sources, before.sources[before.rows]))
+                columns = np.union1d(columns, _common(targets, before.targets[before.columns]))
+        moves = _moves(cost, sources[rows], targets[columns], before)
+        self.tables.append(Table(cost, sources, targets, rows, columns, moves, shares))
+
+    def _tied(self, first: Ints, second: Ints) -> Moves:
+        apart = first[:, None] != second[None, :]
+        zero = np.zeros(apart.shape)
+        return Moves(np.where(apart, np.inf, 0.0), zero, zero.astype(np.int64))
+
+
+def _shares(users: Floats, targets: Ints, before: Table | None) -> Floats:
+    """Share each target's moves among those that may want it, as `before` if that is known."""
+    if before is None:
+        return np.asarray(users / users.sum(0))
+    shares = users * before.shares[:, np.searchsorted(before.targets, targets)]
+    total = shares.sum(0)
+    return np.where(total > 0, shares / np.where(total > 0, total, 1.0), users / users.sum(0))
+
+
+def _lowest(places: Ints, scores: Floats, count: int) -> Floats:
+    """Return the lowest score of the candidates at each place."""
+    lowest = np.full(count, np.inf)
+    np.minimum.at(lowest, places, scores)
+    return lowest
+
+
+def _best(scores: Floats | None, places: Ints, count: int) -> Ints:
+    """Return the places with the lowest scores, in order."""
+    if scores is not None:
+        places = np.argsort(scores, kind="stable")
+    return np.sort(places[:count])
+
+
+def _common(labels: Ints, known: Ints) -> Ints:
+    """Return the places of the labels that are known."""
+    return np.flatnonzero(np.isin(labels, known, assume_unique=True))
+
+
+def _moves(cost: MoveCost, sources: Ints, targets: Ints, before: Table | None) -> Moves:
+    """Return the moves' costs; compute only what `before` does not know."""
+    if before is None:
+        return cost(sources, targets)
+    known_sources, known_targets = before.sources[before.rows], before.targets[before.columns]
+    rows, columns = _common(sources, known_sources), _common(targets, known_targets)
+    old = np.ix_(
+        np.searchsorted(known_sources, sources[rows]),
+        np.searchsorted(known_targets, targets[columns]),
+    )
+    new_rows = np.setdiff1d(np.arange(len(sources)), rows)
+    new_columns = np.setdiff1d(np.arange(len(targets)), columns)
+    shape = (len(sources), len(targets))
+    moves = Moves(np.empty(shape), np.empty(shape), np.empty(shape, np.int64))
+    _put(moves, np.ix_(rows, columns), before.moves, old)
+    if len(new_rows):
+        _put(moves, np.ix_(new_rows, np.arange(len(targets))), cost(sources[new_rows], targets))
+    if len(new_columns) and len(rows):
+        found = cost(sources[rows], targets[new_columns])
+        _put(moves, np.ix_(rows, new_columns), found)
+    return moves
+
+
+def _put(
+    moves: Moves, where: tuple[Ints, ...], found: Moves, part: tuple[Ints, ...] | EllipsisType = ...
+) -> None:
+    """Write what was found, or a part of it, to its place."""
+    moves.forward[where] = found.forward[part]
+    moves.backward[where] = found.backward[part]
+    moves.held[where] = found.held[part]

@@ -1,0 +1,68 @@
+"""Smaller and changed problems: fewer candidates, or bytes in the place of seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from tilewise.planner.solve.problem import (
+    Consumer,
+    Ints,
+    MoveCost,
+    Moves,
+    Problem,
+    Tie,
+    Transfer,
+    Variable,
+)
+
+
+def restrict(problem: Problem, kept: Mapping[int, Ints]) -> Problem:
+    """Return the problem with only the `kept` candidates of some variables."""
+
+    def labels(variable: int, values: Ints) -> Ints:
+        return values[kept[variable]] if variable in kept else values
+
+    variables = [
+        Variable(v.name, *(column[kept[k]] for column in _columns(v))) if k in kept else v
+        for k, v in enumerate(problem.variables)
+    ]
+    transfers = [
+        Transfer(
+            t.name,
+            t.source,
+            labels(t.source, t.leaves),
+            tuple(Consumer(c.variable, labels(c.variable, c.wants)) for c in t.consumers),
+            t.cost,
+        )
+        for t in problem.transfers
+    ]
+    ties = [
+        Tie(tie.variables, tuple(labels(v, x) for v, x in zip(tie.variables, tie.labels)))
+        for tie in problem.ties
+    ]
+    return Problem(tuple(variables), tuple(transfers), tuple(ties))
+
+
+def bytes_for_seconds(problem: Problem) -> Problem:
+    """Return a problem whose time is this one's held bytes."""
+    variables = [
+        Variable.of(v.name, v.held.astype(float), burst=v.burst) for v in problem.variables
+    ]
+    transfers = [
+        Transfer(t.name, t.source, t.leaves, t.consumers, _held(t.cost)) for t in problem.transfers
+    ]
+    return Problem(tuple(variables), tuple(transfers), problem.ties)
+
+
+def _columns(v: Variable) -> tuple[np.ndarray, ...]:
+    return v.forward, v.backward, v.sync, v.held, v.burst
+
+
+def _held(cost: MoveCost) -> MoveCost:
+    def held(source: Ints, target: Ints) -> Moves:
+        bytes_ = cost(source, target).held
+        return Moves(bytes_.astype(float), np.zeros(bytes_.shape), np.zeros_like(bytes_))
+
+    return held

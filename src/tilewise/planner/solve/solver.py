@@ -1,0 +1,260 @@
+"""Find the fastest assignment that fits, with a proof or a certified gap.
+
+1. Good assignments by coordinate descent from the hints and from cheap candidates.
+2. Rounds of bounding: sweep, bound each candidate, drop those that cannot beat the best, take
+   better weights. This shrinks thousands of candidates to a few.
+3. Enumeration of what is left, ever wider, until nothing is set aside or time is up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tilewise.planner.solve.descend import Descent
+from tilewise.planner.solve.evaluate import Cost, evaluate
+from tilewise.planner.solve.known import know
+from tilewise.planner.solve.live import Live
+from tilewise.planner.solve.problem import Floats, Problem
+from tilewise.planner.solve.relax import Relaxation
+from tilewise.planner.solve.search import TOLERANCE, Search
+from tilewise.planner.solve.weights import Cuts, Weights
+
+ENTRIES = 1 << 16
+"""How many moves of one tensor to know at first; more when the bounds need it."""
+WIDEST = 1 << 17
+"""The most partial assignments to keep at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """An assignment and what is known about it.
+
+    Args:
+        choice: the candidate of each variable.
+        seconds: its time.
+        peak_bytes: its memory.
+        bound: no assignment that fits is faster than this.
+        optimal: whether the choice is proven best, up to one part in 10⁹.
+        gap: (seconds − bound) / bound.
+        solve_seconds: how long it took to find.
+        statistics: what the solver did.
+    """
+
+    choice: tuple[int, ...]
+    seconds: float
+    peak_bytes: int
+    bound: float
+    optimal: bool
+    gap: float
+    solve_seconds: float
+    statistics: Mapping[str, float]
+
+
+class Solver:
+    """The state of solving one problem."""
+
+    def __init__(self, problem: Problem, cap: int | None, deadline: float) -> None:
+        self.began = time.monotonic()
+        self.problem = problem = know(problem)
+        self.cap = cap
+        self.deadline = deadline
+        self.best: tuple[int, ...] | None = None
+        self.cost: Cost | None = None
+        self.bound = 0.0
+        self.weights = Weights()
+        self.statistics: dict[str, float] = {"rounds": 0, "searches": 0, "width": 0}
+        self._live = Live(problem, ENTRIES)
+        self._descent = Descent(problem, cap)
+        self._cuts = Cuts(cap)
+        self._descended: set[tuple[int, ...]] = set()
+        self._random = np.random.default_rng(0)
+
+    @property
+    def seconds(self) -> float:
+        """The best time so far."""
+        return np.inf if self.cost is None else self.cost.seconds
+
+    @property
+    def closed(self) -> bool:
+        """Whether the best assignment is proven best."""
+        return self.bound >= self.seconds * (1.0 - TOLERANCE)
+
+    @property
+    def late(self) -> bool:
+        """Whether time is up."""
+        return time.monotonic() > self.deadline
+
+    def offer(self, choice: Sequence[int]) -> None:
+        """Take an assignment if it is the best so far; learn from it in any case."""
+        try:
+            cost = evaluate(self.problem, choice)
+        except ValueError:
+            return
+        self._cuts.add(cost, self._floor())
+        fits = self.cap is None or cost.peak_bytes <= self.cap
+        if fits and cost.seconds < self.seconds:
+            self.best, self.cost = tuple(choice), cost
+
+    def descend(self, choice: Sequence[int]) -> None:
+        """Offer an assignment and what coordinate descent makes of it."""
+        self.offer(choice)
+        if tuple(choice) not in self._descended:
+            self._descended.add(tuple(choice))
+            self.offer(self._descent(choice))
+
+    def start(self, hints: Sequence[Sequence[int]]) -> None:
+        """Descend from the hints and from the fastest candidates."""
+        first = self._cheapest()
+        for choice in (*hints, *([] if first is None else [first])):
+            self.descend(choice)
+
+    def solve(self) -> None:
+        """Improve the best assignment and the bound until they meet or time is up."""
+        self._relaxation = Relaxation(self._live, Weights(), self._penalty())
+        if not self._drop_unfit():
+            return
+        width, idle = 32, 0
+        while not (self.closed or self.late):
+            before = self.bound, self.seconds
+            moved = self._round()
+            if self.closed or self.late:
+                break
+            gained = self.bound > before[0] * (1 + 1e-4) or self.seconds < before[1] * (1 - 1e-4)
+            idle = 0 if gained and moved else idle + 1
+            if idle < (3 if self._live.whole else 1):
+                continue
+            if not self._live.whole:
+                self._live.entries *= 4
+                self._keep([np.ones(k, bool) for k in self._live.sizes])
+            elif not self._search(width):
+                if width >= WIDEST:
+                    break
+                width *= 4
+
+    def solution(self) -> Solution | None:
+        """Return the best assignment with what is proven about it."""
+        if self.best is None or self.cost is None:
+            return None
+        bound = min(self.bound, self.seconds)
+        gap = (self.seconds - bound) / bound if bound > 0 else np.inf
+        return Solution(
+            self.best,
+            self.seconds,
+            self.cost.peak_bytes,
+            bound,
+            self.closed,
+            0.0 if self.seconds == bound else gap,
+            time.monotonic() - self.began,
+            self.statistics,
+        )
+
+    def _cheapest(self) -> list[int] | None:
+        """Return each variable's fastest candidate, among those that ties leave."""
+        chosen: list[int] = []
+        for v, variable in enumerate(self.problem.variables):
+            cost = variable.forward + np.maximum(variable.backward, variable.sync)
+            for tie in self.problem.ties:
+                labels = dict(zip(tie.variables, tie.labels))
+                if v not in labels:
+                    continue
+                for w, theirs in labels.items():
+                    offered = theirs[[chosen[w]]] if w < v else theirs
+                    cost = np.where(np.isin(labels[v], offered), cost, np.inf)
+            chosen.append(int(cost.argmin()))
+            if not np.isfinite(cost[chosen[-1]]):
+                return None
+        return chosen
+
+    def _penalty(self) -> float:
+        if self.cost is not None:
+            return 4.0 * self.cost.seconds
+        variables = self.problem.variables
+        return sum(float((v.forward + v.backward + v.sync).max()) for v in variables) + 1e-6
+
+    def _floor(self) -> int:
+        """Return the least burst that an assignment of live candidates has."""
+        pairs = zip(self.problem.variables, self._live.candidates)
+        return max(int(v.burst[c].min()) for v, c in pairs)
+
+    def _drop_unfit(self) -> bool:
+        """Drop the candidates that no assignment within the cap has; say if any are left."""
+        if self.cap is None:
+            return True
+        least = [int(v.held.min()) for v in self.problem.variables]
+        floor, total = self._floor(), sum(least)
+        masks = [
+            v.held - low + total + np.maximum(v.burst, floor) <= self.cap
+            for v, low in zip(self.problem.variables, least)
+        ]
+        return self._keep(masks)
+
+    def _keep(self, masks: Sequence[np.ndarray], scores: Sequence[Floats] | None = None) -> bool:
+        """Keep live candidates; if some variable has none left, the best is proven best."""
+        self._live.keep(masks, scores)
+        if min(self._live.sizes) == 0:
+            self.bound = max(self.bound, self.seconds)
+            return False
+        self._relaxation.reweigh(self._relaxation.weights)
+        return True
+
+    def _round(self) -> bool:
+        """Bound all candidates and drop some; return whether the weights changed."""
+        self.statistics["rounds"] += 1
+        relaxation = self._relaxation
+        for _ in range(2):
+            relaxation.sweep()
+        weights = relaxation.weights
+        bounds, best = self._marginals()
+        self.offer(self._choice(best))
+        decoded = relaxation.decode()
+        self.descend(self._choice(decoded))
+        self._live.lean(decoded, 1.5 / (3.0 + self.statistics["rounds"]))
+        if not self._keep([b < self.seconds * (1 - TOLERANCE) for b in bounds], bounds):
+            return False
+        proposed = self._cuts.best()
+        if proposed == weights:
+            # Nothing new was learnt there; look between there and where the bound was highest.
+            proposed = self.weights.toward(proposed, float(self._random.uniform(0.1, 0.9)))
+        relaxation.reweigh(proposed)
+        return proposed != weights
+
+    def _marginals(self) -> tuple[list[Floats], list[int]]:
+        """Bound all candidates by a tree, at random or of the tensors with one consumer first."""
+        live, relaxation = self._live, self._relaxation
+        order = self._random.permutation(len(live.links))
+        if self.statistics["rounds"] % 2:
+            shared = np.array([link.share.min() < 1 for link in live.links], bool)
+            order = np.argsort(shared, kind="stable")
+        total, bounds, best = relaxation.marginals(order.tolist())
+        constant = 0.0
+        if self.cap is not None:
+            constant = relaxation.weights.byte * (self._floor() - self.cap)
+        if total + constant > self.bound:
+            self.bound = min(total + constant, self.seconds)
+            self.weights = relaxation.weights
+        return [b + constant for b in bounds], best
+
+    def _choice(self, places: Sequence[int]) -> list[int]:
+        return [int(c[k]) for c, k in zip(self._live.candidates, places)]
+
+    def _search(self, width: int) -> bool:
+        """Enumerate what is left; return whether the best is now much better."""
+        self.statistics["searches"] += 1
+        self.statistics["width"] = width
+        relaxations = [self._relaxation.copy(w) for w in self.weights.around()]
+        for relaxation in relaxations:
+            for _ in range(3):
+                relaxation.sweep()
+        before = self.seconds
+        found = Search(self._live, relaxations, self.cap).run(before, width, self.deadline)
+        for places in found.choices:
+            self.offer(self._choice(places))
+        if len(found.choices):
+            self.descend(self._choice(found.choices[0]))
+        self.bound = max(self.bound, min(found.bound, self.seconds))
+        self._relaxation.reweigh(self.weights)
+        return self.seconds < before * (1 - 1e-3)

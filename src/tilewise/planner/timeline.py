@@ -1,0 +1,73 @@
+"""The memory of a step as it goes by: what the fullest rank holds at its fullest moment.
+
+The search adds up all that is held and the largest burst, which is safe: it never says that a plan
+fits that does not. But what the last layers keep is gone when backward reaches the first ones, and
+their gradients are not there yet when it begins. Here each call is looked at in turn:
+
+    forward of call i     blocks and states + kept up to i + workspace of i
+    backward of call i    blocks and states + kept up to i, but for results that only later calls
+                          keep + gradients from i on + burst of i, or after it a copy of the
+                          bucket of gradients that is complete then
+    optimizer             blocks and states + all gradients + temporaries of one parameter
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tilewise.graph.sync import BUCKET_BYTES
+from tilewise.planner.formulate import Formulation
+from tilewise.planner.rows import chosen_moves
+
+
+def peak_bytes(found: Formulation, choice: Sequence[int]) -> int:
+    """Return the bytes that the fullest rank holds at its fullest moment."""
+    copies = {
+        name: sum(int(cost.held[0, 0]) for cost in costs)
+        for name, costs in chosen_moves(found, choice).items()
+    }
+    names = [node.name for node in found.choices.program.nodes if node.name in found.costs]
+    columns = np.zeros((7, len(names)))
+    for index, name in enumerate(names):
+        cost = found.costs[name].take(np.array([choice[found.choices.owner[name]]]))
+        columns[:, index] = (
+            cost.saved_bytes[0] + copies.get(name, 0),
+            cost.later_bytes[0],
+            cost.burst_bytes[0],
+            cost.workspace_bytes[0],
+            cost.block_bytes[0],
+            cost.copy_bytes[0],
+            cost.block_bytes[0] * (cost.sync[0] > 0),
+        )
+    saved, later, burst, workspace, block, copy, shared = columns
+    bucket = _buckets(shared)
+    kept = np.cumsum(saved + later)
+    gradients = np.cumsum(block[::-1])[::-1]
+    backward = kept - later + gradients
+    moments = (
+        kept + workspace,
+        backward + np.maximum(burst, bucket),
+        block.sum() + copy,
+    )
+    always = block.sum() * (found.setting.blocks - 1)
+    return int(always + max(float(moment.max(initial=0.0)) for moment in moments))
+
+
+def _buckets(shared: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the size of the bucket of gradients that begins with each call, as sync.py fills it.
+
+    Backward comes to that call last, so there the bucket is complete.
+    """
+    out = np.zeros_like(shared)
+    begin, size = 0, 0.0
+    for index, one in enumerate(shared):
+        if size >= BUCKET_BYTES:
+            size = 0.0
+        if not size:
+            begin = index
+        size += one
+        out[begin] = size
+    return out

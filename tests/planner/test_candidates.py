@@ -1,0 +1,66 @@
+"""Which degrees a layer may be given, and why the others are left out."""
+
+from __future__ import annotations
+
+from math import comb
+
+import pytest
+
+from tilewise.errors import PlanError
+from tilewise.layout import Degrees
+from tilewise.plan import Layer
+from tilewise.planner.candidates import candidates, why_not
+
+SPACE = {"n": 512, "d": 512, "h": 512, "w": 512}
+CONV = Layer("conv", "conv3d", (512, 512, 512, 512, 512), SPACE | {"c": 512, "f": 512})
+POOL = Layer("pool", "max_pool3d", CONV.shape, SPACE | {"c": 512, "f": 512, "cf": 512})
+LINEAR = Layer("fc", "linear", (4, 10), {"n": 4, "c": 3, "f": 10})
+
+
+@pytest.mark.parametrize("power", [0, 1, 4, 8])
+def test_all_degrees_whose_product_divides_the_devices(power: int) -> None:
+    found = candidates(CONV, 2**power)
+    assert len(found) == comb(power + 6, 6)
+    assert len({tuple(row) for row in found.table.tolist()}) == len(found)
+    assert all(2**power % row.prod() == 0 for row in found.table)
+    assert len(candidates(POOL, 2**power)) == comb(power + 5, 5)
+
+
+@pytest.mark.parametrize("devices", [1, 6, 12, 16])
+@pytest.mark.parametrize("layer", [CONV, POOL, LINEAR], ids=lambda layer: layer.name)
+def test_every_degrees_is_a_candidate_or_has_a_reason(layer: Layer, devices: int) -> None:
+    kept = {
+        str(candidates(layer, devices).degrees(i)) for i in range(len(candidates(layer, devices)))
+    }
+    dropped = {str(one.degrees): one.reason for one in candidates(layer, devices).dropped()}
+    assert not kept & set(dropped)
+    everything = candidates(CONV, devices)
+    assert kept | set(dropped) == {str(everything.degrees(i)) for i in range(len(everything))}
+    assert all(why_not(layer, Degrees.parse(text), devices) is None for text in kept)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "reason"),
+    [
+        ("n8", "n8 cuts 4 samples into empty parts"),
+        ("h2", "the layer has no height to cut by h2"),
+        ("c4", "c4 cuts 3 channels into empty parts"),
+        ("n3", "the product (=3) does not divide 16 devices"),
+    ],
+)
+def test_reasons(degrees: str, reason: str) -> None:
+    assert why_not(LINEAR, Degrees.parse(degrees), 16) == reason
+    with pytest.raises(PlanError, match="cannot be split"):
+        candidates(LINEAR, 16, pin=Degrees.parse(degrees))
+
+
+def test_only_the_product_of_c_and_f_counts_without_weights() -> None:
+    reason = why_not(POOL, Degrees(c=2, f=4), 16)
+    assert reason == "the same as c8: only the product of c and f counts"
+    found = candidates(POOL, 16)
+    assert found.degrees(found.index(Degrees(c=2, f=4))) == Degrees(c=8)
+
+
+def test_a_pin_leaves_one() -> None:
+    found = candidates(CONV, 16, pin=Degrees(n=4, d=2))
+    assert [str(found.degrees(i)) for i in range(len(found))] == ["n4 d2"]

@@ -1,0 +1,79 @@
+"""Fits find the machine that made the numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tilewise.bench.calibrate import (
+    ARRAYS,
+    BY_CHANNELS,
+    BY_FLOPS,
+    CHECKS,
+    MESSAGES,
+    Case,
+    Measured,
+    machine_of,
+)
+from tilewise.planner.fit import Timed, fit_all_reduce, fit_line, fit_link
+from tilewise.planner.machine import Link, Machine
+from tilewise.planner.price import sum_s
+
+
+def test_a_link_is_found_again() -> None:
+    link, error = fit_link(MESSAGES, [2e-5 + size / 3e9 for size in MESSAGES])
+    assert link.latency_s == pytest.approx(2e-5)
+    assert link.bandwidth_bytes_per_s == pytest.approx(3e9)
+    assert error < 1e-6
+
+
+def test_lines_never_have_negative_parts() -> None:
+    start, slope, _ = fit_line([1.0, 10.0, 100.0], [1.0, 20.0, 300.0])
+    assert start >= 0
+    assert slope > 0
+    start, slope, _ = fit_line([1.0, 10.0, 100.0], [3.0, 2.0, 1.0])
+    assert start > 0
+    assert slope > 0
+
+
+@pytest.mark.parametrize("start", [1e-5, 1e-3])
+def test_a_sum_is_found_again(start: float) -> None:
+    link = Link(latency_s=1e-4, bandwidth_bytes_per_s=2e9)
+    found, error = fit_all_reduce(link, 4, MESSAGES, [start + size / 1e9 for size in MESSAGES])
+    assert error < 1e-6
+    machine = synthetic().model_copy(update={"node": link, "network": link, "all_reduce": found})
+    for size in MESSAGES:
+        seconds = sum_s(machine, np.array(float(size)), np.array(4.0), np.array(1.0))
+        assert float(seconds) == pytest.approx(start + size / 1e9)
+
+
+def timed(case: Case) -> Timed:
+    """Time a layer on a machine of 50 GFLOP/s, half of it below 16 channels."""
+    channels = (case.channels * case.filters) ** 0.5
+    seconds = 1e-6 + case.flops / (5e10 if channels >= 16 else 2.5e10)
+    return Timed(case.flops, channels, seconds, 2 * seconds)
+
+
+def synthetic() -> Machine:
+    found = Measured(touch_s=1e-6, call_s=1e-6)
+    for kind in BY_FLOPS:
+        found.by_flops[kind] = [timed(case) for case in BY_FLOPS[kind]]
+        found.by_channels[kind] = [timed(case) for case in BY_CHANNELS[kind]]
+        found.checks[kind] = [timed(case) for case in CHECKS[kind]]
+    found.arrays = [1e-6 + size / 1e10 for size in ARRAYS]
+    found.messages = [1e-4 + size / 1e9 for size in MESSAGES]
+    found.sums = [2e-4 + size / 1e9 for size in MESSAGES]
+    return machine_of(found, 2)
+
+
+def test_a_machine_is_found_again() -> None:
+    machine = synthetic()
+    assert machine.compute["float32"].peak_flops_per_s == pytest.approx(5e10, rel=0.01)
+    assert machine.memory_bandwidth_bytes_per_s == pytest.approx(1e10, rel=0.01)
+    assert machine.compute["float32"].backward_share == pytest.approx(1.0)
+    assert max(machine.fit_errors.values()) < 0.25
+    assert machine.fit_errors["conv3d"] < 0.05
+    for flops, channels, rate in ((1e9, 64.0, 5e10), (1e8, 4.0, 2.5e10)):
+        seconds = machine.arithmetic_s("conv3d", "float32", np.array(flops), np.array(channels))
+        assert float(seconds) == pytest.approx(flops / rate, rel=0.05)
+    assert Machine.from_json(machine.to_json()) == machine

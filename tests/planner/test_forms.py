@@ -1,0 +1,110 @@
+"""The closed forms of the search against the rules themselves, candidate by candidate."""
+
+from __future__ import annotations
+
+import random
+from math import prod
+
+import numpy as np
+import pytest
+
+from plans import graph_of
+from tilewise.graph.graph import Node, Value
+from tilewise.graph.held import at_rest
+from tilewise.graph.labels import labels
+from tilewise.graph.rule import REGISTRY, Lowered, Site
+from tilewise.layout import Cover, Degrees, Layout, Move
+from tilewise.ops.draws import Draws
+from tilewise.plan import Layer
+from tilewise.planner.candidates import candidates
+from tilewise.planner.forms import Form
+from tilewise.planner.layouts import Layouts, moved
+from tilewise.planner.places import chooses, letter_roles
+from tilewise.planner.traffic import Traffic, traffic
+
+
+def lower(node: Node, named: dict[Value, str], degrees: Degrees, devices: int) -> Lowered:
+    layouts = {
+        value: Layout.of(value.shape, named[value], degrees, ranks=devices)
+        for value in node.values()
+        if not value.held
+    }
+    return REGISTRY[node.kind].apply(Site(node, layouts, named, degrees, devices, 0, Draws(0)))
+
+
+@pytest.mark.parametrize("name", ["small", "dense", "joined", "unet"])
+@pytest.mark.parametrize("devices", [4, 6, 8])
+def test_products_over_letters_are_what_rules_say(name: str, devices: int) -> None:
+    """Sums over ranks, local sizes and the fullest rank's share, uneven cuts included."""
+    graph = graph_of(name)
+    named = labels(graph.training)
+    rng = random.Random(devices)
+    for layer, node in zip(graph.layers, graph.training.nodes):
+        if not chooses(node, layer):
+            continue
+        some = candidates(layer, devices)
+        form = Form(node, named, some.table, devices, {})
+        for row in rng.sample(range(len(some)), min(6, len(some))):
+            lowered = lower(node, named, some.degrees(row), devices)
+            operation = lowered.operation
+            for i, (value, need) in enumerate(zip(lowered.operands, operation.needs)):
+                local = max(prod(need.cover.local_shape(rank)) for rank in range(devices))
+                assert round(form.share("need", i)[row] * prod(value.shape)) == local
+                if value.held:
+                    assert form.sharers(i)[row] == len(need.cover.sharers(0))
+                    continue
+                home, target = Cover.of(need.home), at_rest(need.cover)
+                same(form, row, ("bring", i, value), traffic(Move(home, target), 1))
+                same(form, row, ("bring_back", i, value), traffic(Move(target, home), 1))
+            for i, value in enumerate(node.outs):
+                give, out = operation.gives[i], Cover.of(operation.outs[i])
+                same(form, row, ("finish", i, value), traffic(Move(give, out), 1))
+                same(form, row, ("finish_back", i, value), traffic(Move(out, give), 1))
+
+
+def same(form: Form, row: int, which: tuple[str, int, Value], found: Traffic) -> None:
+    name, index, value = which
+    swap = form.swap(name, index, prod(value.shape))
+    assert round(swap.total[row]) == found.elements
+    assert round(swap.received[row]) == found.received.max()
+
+
+@pytest.mark.parametrize(
+    ("devices", "shape", "text"),
+    [
+        (16, (16, 64, 16, 16), "nchw"),
+        (32, (32, 32, 32), "ncw"),
+        (16, (5, 48, 7, 7), "nchw"),
+        (12, (12, 24, 13), "ncw"),
+        (8, (8, 8, 4, 4, 4), "ncdhw"),
+    ],
+)
+def test_moves_between_all_layouts(devices: int, shape: tuple[int, ...], text: str) -> None:
+    """The worst rank receives what it really would; from which node, where nodes nest."""
+    every = candidates(_layer(shape, text), devices).table
+    layouts, _ = Layouts.of_degrees(shape, devices, every, letter_roles(text)).distinct()
+    even = layouts.even()
+    bill = moved(layouts, layouts, 4, by_rank=not even)
+    rng = random.Random(0)
+    for _ in range(150):
+        a, b = rng.randrange(len(layouts)), rng.randrange(len(layouts))
+        move = Move(Cover.of(layouts.layout_at(a)), Cover.of(layouts.layout_at(b)))
+        real = traffic(move, 4)
+        assert bill.near[a, b] + bill.far[a, b] == real.received.max()
+        if even:
+            assert bill.far[a, b] == real.far.max()
+            messages = real.near_messages + real.far_messages
+            assert bill.near_messages[a, b] + bill.far_messages[a, b] == messages.max()
+        pair = moved(
+            layouts.take(np.array([a])),
+            layouts.take(np.array([b])),
+            4,
+            by_rank=not even,
+            paired=True,
+        )
+        assert pair.far[0, 0] == bill.far[a, b]
+
+
+def _layer(shape: tuple[int, ...], text: str) -> Layer:
+    extents = dict(zip(text, shape))
+    return Layer("x", "relu", shape, extents | {"f": extents["c"], "cf": extents["c"]})

@@ -1,0 +1,105 @@
+"""The priced problem against the planned program: seconds of every layer's messages."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from plans import graph_of
+from tilewise import Graph, Plan, capture
+from tilewise.errors import PlanError
+from tilewise.graph.lower import plan_program
+from tilewise.layout import Degrees
+from tilewise.ops.draws import Draws
+from tilewise.planner.cost import Setting
+from tilewise.planner.formulate import Formulation, formulate
+from tilewise.planner.machine import load_machine
+from tilewise.planner.payload import Payload
+from tilewise.planner.price import traffic_s
+from tilewise.planner.rows import chosen_moves, rows
+from tilewise.planner.solve import evaluate
+
+ONE_NODE = load_machine("lassen").model_copy(update={"devices_per_node": 64, "overlap_halo": 0.0})
+
+
+def formulated(graph: Graph, devices: int, **options: object) -> Formulation:
+    return formulate(graph, Setting(ONE_NODE, devices, "float32", 4, "adam"), **options)  # type: ignore[arg-type]
+
+
+def planned(graph: Graph, plan: Plan, devices: int) -> Payload:
+    found = plan_program(graph.training, plan, ranks=devices, rank=0, draws=Draws(0))
+    return Payload(found, plan, node=64)
+
+
+@pytest.mark.parametrize("degrees", ["n2", "n2 h2", "h2 w2", "d2 h2", "c4"])
+def test_messages_of_uniform_plans_cost_what_the_planned_program_sends(degrees: str) -> None:
+    """Forward and backward; extents are even, and no tensor with a halo comes from elsewhere."""
+    graph = graph_of("unet")
+    found = formulated(graph, 4)
+    plan = Plan.uniform(graph, degrees)
+    choice = found.choice(plan)
+    moves = chosen_moves(found, choice)
+    payload = planned(graph, found.plan(choice), 4)
+    for node in graph.training.nodes:
+        if node.name not in found.costs:
+            continue
+        cost = found.costs[node.name].take(np.array([choice[found.choices.owner[node.name]]]))
+        forward = float((cost.halo_forward + cost.exchange_forward)[0])
+        backward = float((cost.halo_backward + cost.exchange_backward)[0])
+        for move in moves.get(node.name, []):
+            forward += float(move.forward[0, 0])
+            backward += float(move.backward[0, 0])
+        real = [0.0, 0.0]
+        for sent in payload.sent:
+            if sent.layer == node.name:
+                forth, back = payload.traffic(sent)
+                real[0] += traffic_s(ONE_NODE, forth, sent.itemsize)
+                real[1] += 0.0 if back is None else traffic_s(ONE_NODE, back, sent.itemsize)
+        assert forward == pytest.approx(real[0], rel=1e-9), f"{node.name} forward"
+        assert backward == pytest.approx(real[1], rel=1e-9), f"{node.name} backward"
+
+
+@pytest.mark.parametrize("name", ["small", "joined", "unet", "cosmoflow"])
+def test_a_plan_and_its_choice_are_the_same(name: str) -> None:
+    graph = graph_of(name)
+    found = formulated(graph, 8)
+    rng = np.random.default_rng(0)
+    choice = tuple(int(rng.integers(len(some))) for some in found.choices.candidates)
+    assert found.choice(found.plan(choice)) == choice
+    assert evaluate(found.problem, choice).seconds > 0
+
+
+@pytest.mark.parametrize("name", ["small", "joined", "unet", "cosmoflow"])
+def test_rows_add_up_to_the_step(name: str) -> None:
+    graph = graph_of(name)
+    found = formulated(graph, 4)
+    choice = found.choice(Plan.uniform(graph, "n2 h2"))
+    table = rows(found, choice, planned(graph, found.plan(choice), 4))
+    cost = evaluate(found.problem, choice)
+    busy = sum(row.compute_s + row.halo_s + row.exchange_s for row in table)
+    assert busy == pytest.approx(cost.forward + cost.backward)
+    assert sum(row.sync_s for row in table) == pytest.approx(cost.sync)
+
+
+def test_pins_leave_one_candidate() -> None:
+    graph = graph_of("dense")
+    found = formulated(graph, 4, pins={"last": Degrees(h=2, c=2)})
+    assert len(found.problem.variables[found.names.index("last")]) == 1
+    assert found.plan((0,) * len(found.names)).layers["last"] == Degrees(h=2, c=2)
+
+
+def test_a_model_without_layers_to_split() -> None:
+    graph = capture(nn.ReLU(), (torch.zeros(2, 3),))
+    with pytest.raises(PlanError, match="no layer with weights or windows"):
+        formulated(graph, 4)
+
+
+def test_more_devices_hold_less() -> None:
+    graph = graph_of("unet")
+    sizes = []
+    for devices, degrees in ((1, "1"), (2, "d2"), (4, "d2 h2"), (8, "d2 h2 w2")):
+        found = formulated(graph, devices)
+        sizes.append(evaluate(found.problem, found.choice(Plan.uniform(graph, degrees))).peak_bytes)
+    assert sizes == sorted(sizes, reverse=True)

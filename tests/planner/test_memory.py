@@ -1,0 +1,83 @@
+"""Predicted memory against what a real step allocates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tilewise import Graph, Mesh, ParallelModel, Plan, capture, models
+from tilewise.planner.cost import Setting
+from tilewise.planner.formulate import formulate
+from tilewise.planner.machine import load_machine
+from tilewise.planner.solve import evaluate
+from tilewise.planner.timeline import peak_bytes
+from tilewise.testing import ranks
+
+CPU = load_machine("lassen").model_copy(update={"workspace_channel_block": 16})
+# at least two samples a rank: with one, torch on one thread may convolve by another way
+NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "resnet": (lambda: models.resnet50(width=0.25), (4, 3, 64, 64)),
+    "vgg": (lambda: models.vgg16(width=0.25), (4, 3, 64, 64)),
+    "unet": (lambda: models.unet3d(width=0.25), (4, 1, 16, 16, 16)),
+    "cosmoflow": (lambda: models.cosmoflow(size=32, width=0.5), (4, 4, 32, 32, 32)),
+}
+
+
+@cache
+def graph_of(name: str) -> Graph:
+    make, shape = NETS[name]
+    loss = F.mse_loss if name == "cosmoflow" else F.cross_entropy
+    torch.manual_seed(0)
+    return capture(make(), (torch.zeros(shape),), loss)
+
+
+def measure(mesh: Mesh, name: str, graph: Graph, plan: Plan) -> int:
+    """Return the most bytes that live at once in a training step, parameters included."""
+    torch.manual_seed(0)
+    model = ParallelModel(NETS[name][0](), graph, plan, mesh)
+    tensors = [
+        torch.rand(value.shape) if value.dtype.is_floating_point else torch.randint(2, value.shape)
+        for value in graph.training.inputs
+    ]
+    slabs = model.scatter(*tensors)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        model.loss(*slabs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    held: list[Any] = [*model.parameters(), *model.buffers(), *slabs]
+    held += [t for state in optimizer.state.values() for t in state.values()]
+    before = sum(t.numel() * t.element_size() for t in held)
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
+        step()
+    assert profile.profiler is not None
+    events = profile.profiler.kineto_results.events()
+    now = most = 0
+    for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
+        now += size
+        most = max(most, now)
+    return before + most
+
+
+@pytest.mark.parametrize("degrees", ["1", "n2", "h2", "c2"])
+@pytest.mark.parametrize("name", NETS)
+def test_a_step_needs_what_was_predicted(name: str, degrees: str) -> None:
+    """Within 10 %; and the sum that the search limits is never less."""
+    graph, plan = graph_of(name), Plan.uniform(graph_of(name), degrees)
+    devices = 1 if degrees == "1" else 2
+    found = formulate(graph, Setting(CPU, devices, "float32", 4, "adam"))
+    choice = found.choice(plan)
+    predicted = peak_bytes(found, choice)
+    assert predicted <= evaluate(found.problem, choice).peak_bytes
+    real = max(ranks(devices, measure, name, graph, plan))
+    assert predicted == pytest.approx(real, rel=0.1)

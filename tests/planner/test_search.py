@@ -1,0 +1,123 @@
+"""The search from a captured model to a plan: better than what people use, and explained."""
+
+from __future__ import annotations
+
+import pytest
+
+from plans import graph_of
+from tilewise import Plan, search
+from tilewise.errors import PlanError
+from tilewise.planner.baselines import NAMES
+from tilewise.planner.machine import load_machine
+from tilewise.planner.search import Found, parse_bytes
+from tilewise.planner.sensitivity import RATES, scaled
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    return search(graph_of("joined"), devices=4, machine="p100x4", time_limit=20.0)
+
+
+def test_no_baseline_is_faster(found: Found) -> None:
+    assert found.optimal
+    assert set(found.baselines) == set(NAMES)
+    for one in found.baselines.values():
+        assert one.step_seconds >= found.step_seconds * (1 - 1e-9)
+    best = found.baselines["uniform"].step_seconds
+    assert best <= found.baselines["data"].step_seconds
+    assert best <= found.baselines["spatial"].step_seconds
+    assert best <= found.baselines["model"].step_seconds
+
+
+def test_the_best_uniform_plan_is_the_best_of_all(found: Found) -> None:
+    graph = graph_of("joined")
+    plans = [Plan.uniform(graph, d) for d in ("n4", "n2 h2", "h4", "h2 w2", "c4", "f4", "n2 c2")]
+    best = min(found.price(plan).step_seconds for plan in plans)
+    assert found.baselines["uniform"].step_seconds <= best * (1 + 1e-9)
+
+
+def test_a_plan_for_one_device_is_not_split() -> None:
+    alone = search(graph_of("dense"), devices=1, machine="lassen")
+    assert all(degrees.product == 1 for degrees in alone.plan.layers.values())
+    assert alone.rows[0].bytes == 0
+
+
+def test_explanations_price_the_chosen_way_at_the_step(found: Found) -> None:
+    ways = found.explain("wide", time_limit=20.0)
+    assert len(ways) == len(
+        found.formulation.choices.candidates[found.formulation.names.index("wide")]
+    )
+    (chosen,) = [way for way in ways if way.chosen]
+    assert chosen.step_seconds == pytest.approx(found.step_seconds)
+    assert chosen.alone_seconds == pytest.approx(found.step_seconds)
+    for way in ways:
+        assert way.step_seconds >= found.step_seconds * (1 - 1e-6)
+        assert way.step_seconds <= way.alone_seconds * (1 + 1e-6) or not way.exact
+    with pytest.raises(PlanError, match="no layer 'nowhere' to explain"):
+        found.explain("nowhere")
+
+
+def test_pins_hold_and_cost() -> None:
+    graph = graph_of("joined")
+    free = search(graph, devices=4, machine="p100x4", time_limit=20.0)
+    pinned = search(
+        graph, devices=4, machine="p100x4", pins={"stem": "w4", "up": "c2 f2"}, time_limit=20.0
+    )
+    assert str(pinned.plan.layers["stem"]) == "w4"
+    assert str(pinned.plan.layers["up"]) == "c2 f2"
+    assert pinned.step_seconds >= free.step_seconds * (1 - 1e-9)
+
+
+def test_a_machine_a_little_other(found: Found) -> None:
+    tried = found.sensitivity()
+    assert {one.rate for one in tried} == set(RATES)
+    for one in tried:
+        assert one.regret >= -1e-9
+        assert one.survives == (one.regret < 1e-3)
+        assert one.changed > 0 or one.survives
+    machine = load_machine("lassen")
+    slower = scaled(machine, "network.bandwidth_bytes_per_s", 0.9)
+    assert slower.network.bandwidth_bytes_per_s == 0.9 * machine.network.bandwidth_bytes_per_s
+    assert slower.node == machine.node
+
+
+def test_less_memory_takes_no_less_time() -> None:
+    graph = graph_of("cosmoflow")
+    free = search(graph, devices=4, machine="lassen", time_limit=20.0)
+    tight = int(free.cost.peak_bytes * 0.8)
+    capped = search(graph, devices=4, machine="lassen", memory=tight, time_limit=20.0)
+    assert capped.cost.peak_bytes <= tight
+    assert capped.step_seconds >= free.step_seconds * (1 - 1e-9)
+    with pytest.raises(PlanError, match="too small"):
+        search(graph, devices=4, machine="lassen", memory=1000, time_limit=20.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("16GiB", 2**34), ("1.5 KB", 1500), ("900MB", 9 * 10**8), (123, 123)]
+)
+def test_sizes(text: str | int, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["16GB!", "many", "-1GiB", "0", "16gib"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(PlanError, match="must be a size"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"devices": 0}, "devices"),
+        ({"optimizer": "lbfgs"}, "optimizer"),
+        ({"dtype": "float7"}, "not a dtype"),
+        ({"dtype": "int8"}, "no rates for int8"),
+        ({"pins": {"nowhere": "n2"}}, "no layer matches"),
+        ({"pins": {"first": "n3"}}, "does not divide"),
+        ({"machine": "abacus"}, "neither a file nor"),
+    ],
+)
+def test_bad_input(options: dict[str, object], message: str) -> None:
+    given: dict[str, object] = {"devices": 4, "machine": "lassen"} | options
+    with pytest.raises(ValueError, match=message):
+        search(graph_of("dense"), **given)  # type: ignore[arg-type]

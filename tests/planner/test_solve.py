@@ -1,0 +1,194 @@
+"""The solver against enumeration of all assignments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from networks import unet3d
+from random_problems import all_costs, random_problem, table_cost
+
+from tilewise.planner.solve import (
+    Consumer,
+    InfeasibleError,
+    Problem,
+    Transfer,
+    Variable,
+    evaluate,
+    frontier,
+    least_memory,
+    price,
+    solve,
+)
+
+SEEDS = range(30)
+SYNC = [0.0, 0.5, 1.0, 4.0]
+
+
+def best_seconds(problem: Problem, cap: int | None = None) -> float:
+    costs = all_costs(problem).values()
+    return min((c.seconds for c in costs if cap is None or c.peak_bytes <= cap), default=np.inf)
+
+
+def some_caps(problem: Problem) -> list[int]:
+    """Return the least memory there is, and two caps that exclude many assignments."""
+    peaks = sorted({c.peak_bytes for c in all_costs(problem).values()})
+    return [peaks[0], peaks[len(peaks) // 4], peaks[len(peaks) // 2]]
+
+
+@pytest.mark.parametrize("sync", SYNC)
+@pytest.mark.parametrize("topological", [True, False])
+def test_equals_enumeration(sync: float, topological: bool) -> None:
+    for seed in SEEDS:
+        problem = random_problem(seed, sync, topological)
+        found = solve(problem)
+        best = best_seconds(problem)
+        assert found.optimal, seed
+        assert found.seconds == pytest.approx(best, rel=1e-8), seed
+        assert found.bound <= best * (1 + 1e-12), seed
+        assert evaluate(problem, found.choice).seconds == found.seconds, seed
+
+
+@pytest.mark.parametrize("sync", [0.5, 4.0])
+def test_equals_enumeration_under_a_cap(sync: float) -> None:
+    for seed in SEEDS:
+        problem = random_problem(1000 + seed, sync)
+        for cap in some_caps(problem):
+            found = solve(problem, cap)
+            best = best_seconds(problem, cap)
+            assert found.peak_bytes <= cap, seed
+            assert found.optimal, seed
+            assert found.seconds == pytest.approx(best, rel=1e-8), seed
+            assert found.bound <= best * (1 + 1e-12), seed
+
+
+def test_bound_holds_without_time_to_solve() -> None:
+    for seed in SEEDS:
+        problem = random_problem(2000 + seed, topological=False)
+        found = solve(problem, time_limit=0.0)
+        best = best_seconds(problem)
+        assert found.bound <= best * (1 + 1e-12) <= found.seconds * (1 + 1e-11), seed
+        if found.bound > 0:
+            gap = (found.seconds - found.bound) / found.bound
+            assert found.gap == pytest.approx(gap), seed
+
+
+def test_a_changed_cost_changes_the_answer() -> None:
+    """Making the best choice of one layer dearer by δ costs δ or the way around it, no more."""
+    for seed in SEEDS:
+        problem = random_problem(3000 + seed, 0.0)
+        before = solve(problem)
+        v = seed % len(problem.variables)
+        for delta in (0.5, 30.0):
+            dearer = problem.variables[v].forward.copy()
+            dearer[before.choice[v]] += delta
+            changed = replace(problem.variables[v], forward=dearer)
+            variables = (*problem.variables[:v], changed, *problem.variables[v + 1 :])
+            after = solve(replace(problem, variables=variables))
+            others = [c.seconds for x, c in all_costs(problem).items() if x[v] != before.choice[v]]
+            expected = min([before.seconds + delta, *others])
+            assert after.seconds == pytest.approx(expected, rel=1e-8), seed
+
+
+def test_a_tensor_wanted_twice_is_moved_once() -> None:
+    source = Variable.of("a", [0.0])
+    same = Variable.of("b", [5.0, 0.0])
+    wants = np.array([0, 1])
+    consumers = (Consumer(1, wants), Consumer(2, wants), Consumer(3, wants))
+    moves = table_cost(np.array([[[0, 12]], [[0, 0]], [[0, 0]]]))
+    problem = Problem(
+        (source, same, same, same), (Transfer("t", 0, np.array([0]), consumers, moves),)
+    )
+    found = solve(problem)
+    assert found.choice == (0, 1, 1, 1)
+    assert found.seconds == 12.0
+    cheaper = Variable.of("c", [1.0, 0.0])
+    assert solve(replace(problem, variables=(source, same, same, cheaper))).choice == (0, 0, 0, 0)
+
+
+def test_gradient_sums_hide_behind_backward() -> None:
+    problem = Problem(
+        (
+            Variable.of("a", [1.0, 1.0], [4.0, 6.0], [9.0, 1.0]),
+            Variable.of("b", [1.0], [3.0], [2.0]),
+        )
+    )
+    found = solve(problem)
+    assert found.choice == (1, 0)
+    assert found.seconds == 2.0 + 9.0
+
+
+def test_infeasible_says_what_is_needed_and_by_whom() -> None:
+    problem = Problem(
+        (
+            Variable.of("small", [1.0, 2.0], held=[30, 10], burst=[5, 5]),
+            Variable.of("large", [1.0, 2.0], held=[300, 100], burst=[0, 50]),
+        )
+    )
+    with pytest.raises(InfeasibleError, match="large") as caught:
+        solve(problem, 100)
+    assert caught.value.least.exact
+    assert caught.value.least.peak_bytes == 160
+    assert caught.value.holders == (("large", 100), ("small", 10))
+    assert solve(problem, 160).choice == (1, 1)
+
+
+def test_least_memory_equals_enumeration() -> None:
+    for seed in SEEDS:
+        problem = random_problem(4000 + seed, topological=seed % 2 == 0)
+        least = least_memory(problem)
+        assert least is not None
+        assert least.exact
+        assert least.peak_bytes == min(c.peak_bytes for c in all_costs(problem).values()), seed
+        assert evaluate(problem, least.choice).peak_bytes == least.peak_bytes
+
+
+@pytest.mark.parametrize("capped", [False, True])
+def test_prices_equal_enumeration(capped: bool) -> None:
+    for seed in range(25):
+        problem = random_problem(5000 + seed)
+        cap = some_caps(problem)[2] if capped else None
+        v = seed % len(problem.variables)
+        prices = price(problem, v, cap)
+        assert prices.exact.all(), seed
+        for k, seconds in enumerate(prices.seconds):
+            fits = [
+                c.seconds
+                for x, c in all_costs(problem).items()
+                if x[v] == k and (cap is None or c.peak_bytes <= cap)
+            ]
+            assert seconds == pytest.approx(min(fits, default=np.inf), rel=1e-8), seed
+
+
+def test_prices_without_time_are_bounds() -> None:
+    for seed in range(25):
+        problem = random_problem(6000 + seed)
+        exact = price(problem, 0)
+        rough = price(problem, 0, time_limit=0.0)
+        assert not rough.exact.any()
+        assert (rough.seconds <= exact.seconds * (1 + 1e-12)).all(), seed
+
+
+def test_frontier_is_optimal_and_monotone() -> None:
+    for seed in range(15):
+        problem = random_problem(7000 + seed)
+        found = frontier(problem, 5)
+        for solution in found:
+            best = best_seconds(problem, solution.peak_bytes)
+            assert solution.seconds == pytest.approx(best, rel=1e-8), seed
+        seconds = [solution.seconds for solution in found]
+        assert seconds == sorted(seconds, reverse=True)
+        assert seconds[-1] == pytest.approx(best_seconds(problem), rel=1e-8)
+
+
+def test_many_candidates_need_few_moves_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds over all candidates hold though most moves are never computed."""
+    problem = unet3d(4, 2)
+    whole = solve(problem)
+    assert whole.optimal
+    monkeypatch.setattr("tilewise.planner.solve.known.LARGEST", 0)
+    monkeypatch.setattr("tilewise.planner.solve.solver.ENTRIES", 64)
+    part = solve(problem)
+    assert part.optimal
+    assert part.seconds == pytest.approx(whole.seconds, rel=1e-8)
