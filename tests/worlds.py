@@ -16,7 +16,7 @@ from tilewise import Mesh
 from tilewise.errors import TilewiseError
 from tilewise.testing.ranks import PRELOAD
 
-TIMEOUT = timedelta(seconds=2)
+TIMEOUT = timedelta(seconds=5)
 Scenario = Callable[[Mesh], None]
 
 
