@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import tilewise as tw
 from tilewise import Mesh, ParallelModel, Plan
-from tilewise.errors import MismatchError
+from tilewise.errors import MismatchError, PlanError
 from tilewise.graph import Graph
 from tilewise.testing import ranks
 from twins import assert_grads, build, captured, draw, split
@@ -182,3 +183,22 @@ def test_ranks_that_disagree_on_what_is_to_be_summed_learn_it() -> None:
     found = ranks(2, differ, captured(Heads, SHAPE))
     assert found[0] == found[1]
     assert "'gradients to be summed': ['body.bias'" in found[0]
+
+
+def too_early(mesh: Mesh, graph: Graph) -> None:
+    model = split(mesh, build(Heads), graph, "n2")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    keep(model, 1).backward()
+    for use in (optimizer.step, lambda: tw.clip_grad_norm_(model, 1.0)):
+        with pytest.raises(PlanError, match=r"the gradient of body\.\w+ is not summed yet"):
+            use()
+    loss(model, 2).backward()
+    tw.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+    keep(model, 3).backward()
+    optimizer.zero_grad()
+    optimizer.step()  # nothing is there to be stepped by
+
+
+def test_shares_are_no_gradients_to_step_or_clip() -> None:
+    ranks(2, too_early, captured(Heads, SHAPE))

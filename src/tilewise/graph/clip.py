@@ -27,6 +27,7 @@ def clip_grad_norm_(
     """
     if not norm_type > 0:
         raise ValueError(f"clip_grad_norm_: norm_type (={norm_type}) must be positive")
+    model.runs.shares.check("clip_grad_norm_", model.parameters())
     found = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
     infinite = norm_type == float("inf")
     device = found[0][1].device if found else None

@@ -1,4 +1,4 @@
-"""Refuse optimizers that need whole tensors where a plan cuts parameters."""
+"""Refuse to step what is not summed yet, and by whole tensors where a plan cuts parameters."""
 
 from __future__ import annotations
 
@@ -41,6 +41,9 @@ def watch(model: ParallelModel) -> None:
 
 
 def _check(optimizer: Optimizer, *_: Any) -> None:
+    for model in _models:
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        model.runs.shares.check(type(optimizer).__name__, parameters)
     names = {kind.__name__ for kind in type(optimizer).__mro__}
     if names & ELEMENTWISE and not {n.upper() for n in names} & {w.upper() for w in WHOLE}:
         return

@@ -198,6 +198,7 @@ class ParallelModel(nn.Module):
 
         Until then `.grad` is this rank's share: the ranks' shares add up to the gradient, with all
         that was there before. Clearing or scaling it on all ranks does as it would with the whole.
+        Hooks on parameters do not get these gradients.
         """
         before, self.synchronises = self.synchronises, False
         try:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilewise.comm import Mesh
+from tilewise.errors import PlanError
 from tilewise.graph.held import Held
 from tilewise.layout import REPLICA
 
@@ -56,6 +57,17 @@ class Shares:
     def besides(self, uses: Iterable[Use]) -> set[str]:
         """Return the names whose shares none of the sums of these uses makes whole."""
         return set(self.names) - {use[0] for use in uses if self.completes(use)}
+
+    def check(self, what: str, parameters: Iterable[Tensor]) -> None:
+        """Refuse to use gradients of which this rank has a share only."""
+        if not self.waiting:
+            return
+        for parameter in parameters:
+            if parameter.grad is not None and parameter in self.waiting:
+                raise PlanError(
+                    f"{what}: the gradient of {self.waiting[parameter]} is not summed yet; run the "
+                    "last pass before it outside of no_sync()"
+                )
 
     def watch(self, name: str, parameter: Tensor) -> None:
         """Make whole gradients count once that autograd adds to a share."""
