@@ -12,20 +12,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tilewise import Mesh, parallelize
+from tilewise import Degrees, Mesh, parallelize
 from tilewise.ops import tune
 from tilewise.ops.conv_local import Ways
 from tilewise.testing import ranks
 from tilewise.testing.compare import assert_close
 
-SHAPE = (1, 32, 66, 64)
+SHAPE = (2, 32, 50, 48)
 
 
-def convolve(mesh: Mesh, folder: str, settings: dict[str, str]) -> tuple[Ways, int]:
+def convolve(
+    mesh: Mesh, folder: str, settings: dict[str, str], plan: str = "h2"
+) -> tuple[Ways, int]:
     """Compare a convolution with one device; returns the ways chosen and how many were measured."""
     torch.manual_seed(0)
-    serial = nn.Conv2d(32, 48, 3, padding=1)
-    split = nn.Conv2d(32, 48, 3, padding=1)
+    serial = nn.Conv2d(32, 96, 3, padding=1)
+    split = nn.Conv2d(32, 96, 3, padding=1)
     split.load_state_dict(serial.state_dict())
     x = torch.randn(SHAPE, requires_grad=True)
     measured = mock.Mock(wraps=tune._measure)
@@ -33,7 +35,7 @@ def convolve(mesh: Mesh, folder: str, settings: dict[str, str]) -> tuple[Ways, i
         mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder, **settings}),
         mock.patch.object(tune, "_measure", measured),
     ):
-        model = parallelize(split, x, "h2", mesh=mesh)
+        model = parallelize(split, x, plan, mesh=mesh)
         slab = model.scatter(x.detach()).requires_grad_()
         y = model(slab)
     y.square().sum().backward()
@@ -46,7 +48,7 @@ def convolve(mesh: Mesh, folder: str, settings: dict[str, str]) -> tuple[Ways, i
     assert_close(slab.grad, x.grad[exchange], "input", tolerance=1e-4)
     for name, parameter in serial.named_parameters():
         grad: Any = model.get_parameter(name).grad
-        assert_close(grad, _grad(parameter), name, tolerance=1e-4)
+        assert_close(model.gather_held(name, grad), _grad(parameter), name, tolerance=1e-4)
     return _chosen(model), measured.call_count
 
 
@@ -71,6 +73,13 @@ def test_measured_once_and_chosen_alike(tmp_path: Path) -> None:
     assert [count for _, count in again] == [0, 0]
     kept = json.loads((tmp_path / "ways.json").read_text())
     assert all(len(times) == 12 and min(times) > 0 for times in kept.values())
+
+
+@pytest.mark.parametrize("plan", ["n2", "c2", "f2", "w2", "c2 f2", "h2 f2", "h2 w2"])
+def test_every_kind_of_split_is_measured(plan: str, tmp_path: Path) -> None:
+    found = ranks(Degrees.parse(plan).product, convolve, str(tmp_path), {}, plan)
+    assert len({ways for ways, _ in found}) == 1
+    assert any(count == 1 for _, count in found)  # ranks with slabs alike may measure for others
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{not json"])

@@ -33,9 +33,14 @@ def train(mesh: Mesh, name: str, graph: Graph, plan: Plan) -> dict[str, int]:
     ]
     slabs = model.scatter(*tensors)
     slabs = slabs if isinstance(slabs, tuple) else (slabs,)
-    with mesh.trace.record() as events:
+
+    def step() -> None:
         loss = model(*slabs).sum() if graph.loss is None else model.loss(*slabs)
         loss.backward()
+
+    step()  # the first one also measures which way to convolve
+    with mesh.trace.record() as events:
+        step()
     found: dict[str, int] = {}
     for event in events:
         layer = event.layer.removesuffix(" (backward)")

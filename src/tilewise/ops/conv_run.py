@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewise.comm import Chain, Exchange, Frame, Mesh, Pending
-from tilewise.ops.conv_local import LocalConv, Ways, is_last
+from tilewise.ops.conv_local import LocalConv, Ways, is_last, like
 from tilewise.ops.halo import Halo
 from tilewise.ops.tune import choose
 
@@ -83,16 +83,21 @@ class ConvRun:
         """Return how to do the local work; the first call of a kind finds out."""
         key = (x.dtype, x.device, is_last(x))
         if key not in self.chosen:
-            self.chosen[key] = choose(self.local, self.mesh, self.work, x, weight)
+            brought = self._brought(x.detach())
+            self.chosen[key] = choose(self.local, self.mesh, self.work, brought, weight)
         return self.chosen[key]
+
+    def _brought(self, x: Tensor) -> Tensor:
+        """Return x, or where all of it has to be brought first, zeros in place of that."""
+        if self.bring is None or self.local.halo is not None:
+            return x
+        return like(x.new_zeros(self.bring.forth.out_shape), x)
 
     def pretend(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Frame | None]:
         """Return operands for `alone`: x as it is when brought, weight, dy, and a halo of zeros."""
-        halo, frame = self.local.halo, None
-        if halo is not None:
-            frame = halo.zeros(x)
-        elif self.bring is not None:
-            x = x.new_zeros(self.bring.forth.out_shape)
+        halo = self.local.halo
+        frame = None if halo is None else halo.zeros(x)
+        x = self._brought(x)
         return x, weight, torch.randn_like(x.new_empty(self.local.out)), frame
 
     def alone(self, x: Tensor, weight: Tensor, dy: Tensor, frame: Frame | None) -> None:
