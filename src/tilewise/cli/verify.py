@@ -33,7 +33,7 @@ def verify(
     plan: Annotated[str, typer.Option(help="'n2 h2', 'conv*=h2,fc=f2', or a plan file")] = "n2",
     arg: Annotated[list[str] | None, typer.Option(help="key=value for the model; repeats")] = None,
     loss: Annotated[str, typer.Option(help=" or ".join(LOSSES))] = "mse",
-    steps: Annotated[int, typer.Option(min=0, help="optimizer steps to follow")] = 5,
+    steps: Annotated[int, typer.Option(min=0, help="steps of SGD with momentum to follow")] = 5,
     dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16")] = "float64",
     backend: Annotated[str, typer.Option(help="gloo, mpi or nccl")] = "gloo",
     seed: Annotated[int, typer.Option(help="of weights and data")] = 0,
@@ -46,10 +46,10 @@ def verify(
     task = (model, tuple(arg or ()), tuple(map(parse_shape, input)), parse_plan(plan), loss, steps,
             dtype, seed)  # fmt: skip
     _dry_run(task, ranks)
-    console = Console(stderr=True)
-    if not json_:
-        console.print(f"training {model} on one device and on {ranks} ranks …")
-    with console.status("running"), Crew(ranks, backend=backend, timeout=LIMIT) as crew:
+    crew = Crew(ranks, backend=backend, timeout=LIMIT)
+    console = Console(stderr=True, quiet=json_)
+    console.print(f"training {model} on one device and on {crew.size} ranks …")
+    with console.status("running"), crew:
         try:
             result: Result = crew.run(run, *task)[0]
         except RanksError as error:
@@ -128,5 +128,10 @@ def _show(result: Result, model: str, plan: str, ranks: int) -> None:
         console.print(f"reduced: {note}")
     for name in result.fallbacks:
         console.print(f"undivided: {name} has no rule and runs whole on every rank")
+    if result.drift is not None and result.drift > result.tolerance:
+        console.print(
+            f"one device's own losses move by {result.drift:.1e} when its input changes in the "
+            "last bit: these steps magnify rounding; follow fewer --steps, or a larger --input"
+        )
     verdict = "[green]equal[/]" if result.ok else "[red]not equal[/]"
     console.print(f"{verdict} within {result.tolerance:.0e}, {result.seconds:.1f} s")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from tilewise.errors import PlanError
 from tilewise.layout import Degrees
 
 FORMAT = 1
+SHOWN = 30
 WORDS = {"n": "samples", "d": "depth", "h": "height", "w": "width", "c": "channels", "f": "filters"}
 
 
@@ -85,6 +87,11 @@ class Plan:
 
         A pattern that matches no layer, and degrees that a layer does not have, are errors.
         """
+        if not isinstance(patterns, Mapping):
+            raise PlanError(
+                f"plan: Plan.of takes degrees by pattern, such as {{'features.*': {patterns!r}}}; "
+                "Plan.uniform gives every layer the same degrees"
+            )
         parsed = {pattern: Degrees.parse(text) for pattern, text in patterns.items()}
         layers: dict[str, Degrees] = {}
         unused = set(parsed)
@@ -102,10 +109,7 @@ class Plan:
                         "its producer; name the layer before it"
                     )
         if unused:
-            known = ", ".join(layer.name for layer in graph.layers if layer.extents)
-            raise PlanError(
-                f"plan: no layer matches {', '.join(map(repr, sorted(unused)))}; layers: {known}"
-            )
+            raise PlanError(f"plan: {_unmatched(sorted(unused), graph)}")
         plan = cls(layers, **options)
         _check_shared(graph, plan)
         return plan
@@ -116,7 +120,7 @@ class Plan:
             if ranks % degrees.product:
                 raise PlanError(
                     f"plan: {name} is split '{degrees}', whose product (={degrees.product}) must "
-                    f"divide the number of ranks (={ranks})"
+                    f"divide the number of ranks (={ranks}); it may be {_divisors(ranks)}"
                 )
 
     def recomputes(self, name: str) -> str | None:
@@ -194,6 +198,19 @@ def _fit(layer: Layer, wanted: Degrees) -> tuple[Degrees, list[str]]:
                 f"{WORDS[name]} is {extent}"
             )
     return Degrees(**fitted), notes
+
+
+def _unmatched(patterns: Sequence[str], graph: Layers) -> str:
+    """Say which patterns match no layer, and what may have been meant."""
+    names = [layer.name for layer in graph.layers if layer.extents]
+    close = [found for pattern in patterns for found in get_close_matches(pattern, names, 1)]
+    shown = names if len(names) <= SHOWN else [*names[:SHOWN], f"… ({len(names)} in all)"]
+    guess = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+    return f"no layer matches {', '.join(map(repr, patterns))}; {guess}layers: {', '.join(shown)}"
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
 
 
 def _require(layer: Layer, degrees: Degrees) -> None:
