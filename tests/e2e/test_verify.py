@@ -26,6 +26,13 @@ class Net(nn.Module):
     def forward(self, x):
         return self.fc(torch.relu(self.bn(self.conv(x))).mean((2, 3)))
 
+class Branch(Net):
+    def forward(self, x):
+        y = super().forward(x)
+        if y.sum() > 0:
+            y = y + 1
+        return y
+
 class Odd(Net):
     def forward(self, x):
         return torch.sort(super().forward(x), dim=1).values
@@ -73,11 +80,14 @@ def test_people_get_a_table_and_are_told_of_fallbacks(tmp_path: Path) -> None:
         (("none.py:Net", "--input", "1x3x8x8"), "there is no file none.py"),
         (("net.py:Net", "--input", "1x3xx8"), "must be extents joined by x"),
         (("net.py:Net", "--input", "2x3x8x8", "--plan", "conv=d2"), "conv has no depth"),
-        (("net.py:Net", "--input", "2x3x8x8", "--plan", "h4"), "must divide the number of ranks"),
+        (("net.py:Net", "--input", "2x3x8x8", "--plan", "h4"), "must divide the number of ranks (=2); it may be 1, 2"),
         (("net.py:Net", "--input", "2x3x8x8", "--plan", "q2"), "'q2' in 'q2' is not one of"),
         (("net.py:Net", "--input", "2x3x8x8", "--arg", "width"), "must be key=value"),
         (("net.py:Net", "--input", "2x3x8x8", "--arg", "depth=3"), "raised"),
         (("net.py:Net", "--input", "2x5x8x8"), "could not trace Net"),
+        (("net.py:Branch", "--input", "2x3x8x8"), "it branches on the value of a tensor"),
+        (("net.py:Branch", "--input", "2x3x8x8"), "net.py:18)"),
+        (("net.py:Net", "--input", "2x3x8x8", "--plan", "conf=h2"), "did you mean 'conv'?"),
         (("net.py:Net", "--input", "2x3x8x8", "--dtype", "int8"), "must be one of float64"),
         (("net.py:Net", "--input", "2x3x8x8", "--loss", "rmse"), "must be one of mse"),
     ],

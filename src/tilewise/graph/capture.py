@@ -5,8 +5,13 @@ Fake tensors stand for the real ones, so a 512³ input costs no memory.
 
 from __future__ import annotations
 
+import logging
+import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,8 +67,7 @@ class Tracer:
             args = (*inputs, *tree_map(self.faked, targets))
         wrapped.training = self.template.training
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with _silence():
                 exported = torch.export.export(wrapped, args, strict=False)
         except CaptureError:
             raise
@@ -71,7 +75,7 @@ class Tracer:
             raise CaptureError(
                 f"capture: torch.export could not trace {type(self.template).__name__} for inputs "
                 f"{[tuple(t.shape) for t in tree_flatten(inputs)[0] if isinstance(t, Tensor)]}: "
-                f"{_first_line(error)}"
+                f"{_what_happened(error)}{_where(error)}"
             ) from error
         leaves = {
             path for path, module in self.template.named_modules() if not list(module.children())
@@ -155,6 +159,35 @@ def _cumulative_norms(model: nn.Module) -> set[str]:
     }
 
 
-def _first_line(error: BaseException) -> str:
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Keep to itself what torch prints while it traces; what matters is in the error."""
+    known = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(known)
+
+
+def _what_happened(error: BaseException) -> str:
+    if type(error).__name__ in ("GuardOnDataDependentSymNode", "DataDependentOutputException"):
+        return (
+            "it branches on the value of a tensor, which a graph cannot; use torch.where or the "
+            "like, or do it outside of forward"
+        )
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def _where(error: BaseException) -> str:
+    """Name the last line of the model's own code that the error came through."""
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    frames = traceback.extract_tb(error.__traceback__)
+    found = [frame for frame in frames if not frame.filename.startswith((*ours, "<"))]
+    last = [frame for frame in found if "site-packages" not in frame.filename][-1:]
+    return (
+        f" (at {last[0].filename}:{last[0].lineno})" if last and last[0].name == "forward" else ""
+    )
