@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from tilewise.layout import PARTIAL, REPLICA, Axes, Axis, Block, Cover, Degrees, Layout, block
 
 WORLDS = (1, 2, 3, 4, 6, 8)
+THOROUGH = bool(os.environ.get("TILEWISE_THOROUGH"))
+
+
+def many(examples: int) -> settings:
+    """Draw so many examples when TILEWISE_THOROUGH is set, and a third of them otherwise."""
+    return settings(max_examples=examples if THOROUGH else max(examples // 3, 15), deadline=None)
 
 
 @st.composite

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from drawing import WORLDS, covers, layouts
+from drawing import WORLDS, covers, layouts, many
 from tilewise.comm import Exchange, Mesh
 from tilewise.layout import PARTIAL, REPLICA, Axes, Axis, Block, Cover, Layout
 from tilewise.testing import RanksError, assert_adjoint, ranks
@@ -34,20 +34,20 @@ def summed(layout: Layout) -> Cover:
     return Cover(layout.shape, axes, Cover.of(layout).blocks)
 
 
-@settings(max_examples=150, deadline=None)
+@many(150)
 @given(SHAPES, st.sampled_from(WORLDS), st.data())
 def test_any_move(shape: list[int], world: int, data: st.DataObject) -> None:
     ranks(world, check, data.draw(covers(shape, world)), data.draw(covers(shape, world)))
 
 
-@settings(max_examples=60, deadline=None)
+@many(60)
 @given(SHAPES, st.sampled_from(WORLDS), st.data())
 def test_redistribution(shape: list[int], world: int, data: st.DataObject) -> None:
     ranks(world, check, data.draw(layouts(shape, world)), data.draw(layouts(shape, world)))
 
 
 @pytest.mark.parametrize("circular", [False, True])
-@settings(max_examples=60, deadline=None)
+@many(60)
 @given(SHAPES, st.sampled_from(WORLDS), st.data())
 def test_halo(circular: bool, shape: list[int], world: int, data: st.DataObject) -> None:
     """Also wider than the neighbour's slab, than the tensor, and from another layout."""
@@ -58,7 +58,7 @@ def test_halo(circular: bool, shape: list[int], world: int, data: st.DataObject)
     ranks(world, check, source, widened(layout, halos, circular=circular))
 
 
-@settings(max_examples=40, deadline=None)
+@many(40)
 @given(SHAPES, st.sampled_from(WORLDS), st.data())
 def test_gather_with_copies_or_with_summed_gradients(
     shape: list[int], world: int, data: st.DataObject
@@ -69,7 +69,7 @@ def test_gather_with_copies_or_with_summed_gradients(
     ranks(world, check, layout, summed(whole))
 
 
-@settings(max_examples=40, deadline=None)
+@many(40)
 @given(SHAPES, st.sampled_from(WORLDS), st.data())
 def test_sums_to_parts_and_to_copies(shape: list[int], world: int, data: st.DataObject) -> None:
     """Reduce-scatter and all-reduce."""

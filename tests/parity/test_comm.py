@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawing import WORLDS, covers, layouts
+from drawing import WORLDS, covers, layouts, many
 from tilewise.comm import Chain, Exchange, Mesh
 from tilewise.errors import CommError, MismatchError
 from tilewise.layout import PARTIAL, REPLICA, Axes, Axis, Block, Cover, Layout
@@ -95,7 +95,7 @@ def check_exchange(
     assert exchange.forth.elements_sent == sum(packet.elements for packet in out)
 
 
-@settings(max_examples=150, deadline=None)
+@many(150)
 @given(SHAPES, st.sampled_from(WORLDS), st.sampled_from([0.0, -1.0, float("-inf")]), st.data())
 def test_any_exchange_brings_what_the_definition_says(
     shape: list[int], world: int, fill: float, data: st.DataObject
@@ -104,7 +104,7 @@ def test_any_exchange_brings_what_the_definition_says(
     ranks(world, check_exchange, source, target, fill)
 
 
-@settings(max_examples=60, deadline=None)
+@many(60)
 @given(SHAPES, st.sampled_from(WORLDS), st.data())
 def test_redistribution(shape: list[int], world: int, data: st.DataObject) -> None:
     ranks(world, check_exchange, data.draw(layouts(shape, world)), data.draw(layouts(shape, world)))

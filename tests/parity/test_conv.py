@@ -8,11 +8,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawing import WORLDS, degrees, layouts
+from drawing import WORLDS, degrees, layouts, many
 from tilewise.comm import Chain, Mesh
 from tilewise.errors import LayoutError, OperatorError
 from tilewise.layout import Degrees, Layout, Window
@@ -165,28 +165,28 @@ def patchable(draw: st.DrawFn) -> tuple[int, Case]:
     }
 
 
-@settings(max_examples=100, deadline=None)
+@many(100)
 @given(patchable())
 def test_convolutions_patched_with_their_halo(drawn: tuple[int, Case]) -> None:
     world, case = drawn
     ranks(world, check, case)
 
 
-@settings(max_examples=200, deadline=None)
+@many(200)
 @given(cases())
 def test_convolutions(drawn: tuple[int, Case]) -> None:
     world, case = drawn
     ranks(world, check, case)
 
 
-@settings(max_examples=120, deadline=None)
+@many(120)
 @given(cases(transposed=True))
 def test_transposed_convolutions(drawn: tuple[int, Case]) -> None:
     world, case = drawn
     ranks(world, check, case)
 
 
-@settings(max_examples=40, deadline=None)
+@many(40)
 @given(st.booleans().flatmap(lambda transposed: cases(transposed=transposed)))
 def test_float32(drawn: tuple[int, Case]) -> None:
     world, case = drawn
@@ -293,7 +293,7 @@ def check_bfloat16(mesh: Mesh, case: Case) -> None:
         assert ((one.double() - exact[slab]).abs() <= 3e-2 * scale[slab]).all()
 
 
-@settings(max_examples=40, deadline=None)
+@many(40)
 @given(st.booleans().flatmap(lambda transposed: cases(transposed=transposed)))
 def test_bfloat16(drawn: tuple[int, Case]) -> None:
     world, case = drawn

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawing import WORLDS, layouts
+from drawing import WORLDS, layouts, many
 from tilewise.comm import Mesh
 from tilewise.errors import OperatorError
 from tilewise.layout import REPLICA, Axes, Axis, Cover, Layout, Move
@@ -47,7 +47,7 @@ def cats(draw: st.DrawFn) -> tuple[int, list[Layout], int, Axes | None]:
     return world, operands, dim, drawn_axes(draw, shape, world)
 
 
-@settings(max_examples=150, deadline=None)
+@many(150)
 @given(cats())
 def test_cat(case: tuple[int, list[Layout], int, Axes | None]) -> None:
     ranks(case[0], check_cat, *case[1:])
@@ -70,7 +70,7 @@ def stacks(draw: st.DrawFn) -> tuple[int, list[Layout], int, Axes | None]:
     return world, operands, dim, drawn_axes(draw, out, world)
 
 
-@settings(max_examples=80, deadline=None)
+@many(80)
 @given(stacks())
 def test_stack(case: tuple[int, list[Layout], int, Axes | None]) -> None:
     ranks(case[0], check_stack, *case[1:])
@@ -120,7 +120,7 @@ def takings(draw: st.DrawFn) -> tuple[int, str, Layout, int, Any, Axes | None]:
     return world, kind, draw(layouts(shape, world)), dim, how, drawn_axes(draw, shape_out, world)
 
 
-@settings(max_examples=300, deadline=None)
+@many(300)
 @given(takings())
 def test_parts(case: tuple[int, str, Layout, int, Any, Axes | None]) -> None:
     ranks(case[0], check_one, *case[1:])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from drawing import WORLDS, degrees, layouts
+from drawing import WORLDS, degrees, layouts, many
 from tilewise.comm import Mesh
 from tilewise.errors import OperatorError
 from tilewise.layout import Axes, Axis, Cover, Degrees, Layout, Move
@@ -55,7 +55,7 @@ def linears(draw: st.DrawFn) -> tuple[int, Layout, int, dict]:
     return world, draw(layouts(shape, world)), draw(st.integers(1, 9)), how
 
 
-@settings(max_examples=200, deadline=None)
+@many(200)
 @given(linears())
 def test_linear(case: tuple[int, Layout, int, dict]) -> None:
     world, x, filters, how = case
@@ -152,7 +152,7 @@ def products(draw: st.DrawFn) -> tuple[int, Layout, Layout, Axes | None]:
     return world, draw(layouts(shapes[0], world)), draw(layouts(shapes[1], world)), axes
 
 
-@settings(max_examples=120, deadline=None)
+@many(120)
 @given(products())
 def test_product_of_two_activations(case: tuple[int, Layout, Layout, Axes | None]) -> None:
     world, *rest = case

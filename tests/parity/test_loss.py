@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from drawing import WORLDS, layouts
+from drawing import WORLDS, layouts, many
 from tilewise.comm import Chain, Mesh
 from tilewise.errors import OperatorError
 from tilewise.layout import Axis, Layout
@@ -103,7 +103,7 @@ def run_elementwise(
     )
 
 
-@settings(max_examples=60, deadline=None)
+@many(60)
 @given(cases(), st.sampled_from(list(KINDS)), st.sampled_from([0.5, 1.0]), st.data())
 def test_elementwise(case: dict[str, Any], kind: str, knee: float, data: st.DataObject) -> None:
     names = {"bce": ["weight"], "bce_with_logits": ["weight", "pos_weight"]}.get(kind, [])
@@ -151,7 +151,7 @@ def run_classes(
     )
 
 
-@settings(max_examples=80, deadline=None)
+@many(80)
 @given(
     cases(low=2),
     st.booleans(),
@@ -200,7 +200,7 @@ def run_probabilities(mesh: Mesh, case: dict[str, Any], weight: bool, smoothing:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@many(60)
 @given(cases(low=2), st.booleans(), st.sampled_from([0.0, 0.1]))
 def test_class_probabilities(case: dict[str, Any], weight: bool, smoothing: float) -> None:
     ranks(case["world"], run_probabilities, case, weight, smoothing)
@@ -280,7 +280,7 @@ def run_dice(mesh: Mesh, case: dict[str, Any], indices: bool, smooth: float, sam
     )
 
 
-@settings(max_examples=60, deadline=None)
+@many(60)
 @given(cases(low=2), st.booleans(), st.sampled_from([1.0, 1e-5]), st.booleans())
 def test_soft_dice(case: dict[str, Any], indices: bool, smooth: float, samples: bool) -> None:
     ranks(case["world"], run_dice, case, indices, smooth, samples)

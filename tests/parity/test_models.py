@@ -1,13 +1,12 @@
 """Every shipped network equals one device under every kind of plan, with no fallback.
 
 All networks under all plans take half an hour on two cores. So each network runs under two of
-the plans and one drawn at random, such that all plans get their turn; TILEWISE_ALL_PLANS=1 runs
+the plans and one drawn at random, such that all plans get their turn; TILEWISE_THOROUGH=1 runs
 them all.
 """
 
 from __future__ import annotations
 
-import os
 import random
 from functools import cache
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from drawing import THOROUGH
 from tilewise import Degrees, Graph, Mesh, Plan, capture, models
 from tilewise.testing import ranks
 from tilewise.testing.verify import LOSSES, Result, draw_targets, verify
@@ -35,13 +35,12 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "unet3d": ({"width": 0.0625}, (2, 1, 16, 16, 24)),
 }
 PLANS = ("n2", "h2", "c2", "f2", "n2 h2", "c2 f2", "h2 w2", "h2 f2", "n2 h2 c2")
-ALL_PLANS = bool(os.environ.get("TILEWISE_ALL_PLANS"))
 SMALL_NETS = ("alexnet", "vgg16", "cosmoflow", "unet3d")
 
 
 def turns(name: str) -> list[str]:
     """List the plans whose turn it is for a network; eight ranks only for small ones."""
-    if ALL_PLANS:
+    if THOROUGH:
         return list(PLANS)
     at = list(CASES).index(name)
     last = PLANS[8] if name in SMALL_NETS else PLANS[4 + at % 4]
@@ -107,7 +106,7 @@ def test_model_equals_one_device(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_random_plans_equal_one_device(name: str) -> None:
     graph = captured(name)
-    for world, seed in ((2, 0), (4, 1)) if ALL_PLANS else ((2, 0),):
+    for world, seed in ((2, 0), (4, 1)) if THOROUGH else ((2, 0),):
         plan = random_plan(graph, world, seed)
         assert len({str(degrees) for degrees in plan.layers.values()}) > 2
         result = ranks(world, check, name, graph, plan, 1)[0]

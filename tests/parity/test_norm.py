@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from drawing import WORLDS, layouts
+from drawing import WORLDS, layouts, many
 from tilewise.comm import Chain, Mesh
 from tilewise.errors import OperatorError
 from tilewise.layout import REPLICA, Axis, Layout, block
@@ -112,7 +112,7 @@ def legal(case: dict[str, Any], **attributes: Any) -> bool:
     return True
 
 
-@settings(max_examples=60, deadline=None)
+@many(60)
 @given(cases(), st.booleans(), st.sampled_from(["global", "global", "spatial", "local"]))
 def test_batch_norm(case: dict[str, Any], affine: bool, statistics: str) -> None:
     assume(legal(case, statistics=statistics))
@@ -153,7 +153,7 @@ def run_steps(
     return [local_mean, local_var]
 
 
-@settings(max_examples=60, deadline=None)
+@many(60)
 @given(cases(), st.sampled_from([None, 0.1, 1.0]), st.sampled_from(["global", "spatial", "local"]))
 def test_running_statistics(case: dict[str, Any], momentum: float | None, statistics: str) -> None:
     assume(legal(case, statistics=statistics))
@@ -244,7 +244,7 @@ def run_layer_norm(mesh: Mesh, case: dict[str, Any], count: int, weight: bool, b
     )
 
 
-@settings(max_examples=60, deadline=None)
+@many(60)
 @given(cases(), st.integers(1, 3), st.booleans(), st.booleans())
 def test_layer_norm(case: dict[str, Any], count: int, weight: bool, bias: bool) -> None:
     shape = case["x"].shape
@@ -274,7 +274,7 @@ def run_group_norm(mesh: Mesh, case: dict[str, Any], groups: int, weight: bool, 
     )
 
 
-@settings(max_examples=60, deadline=None)
+@many(60)
 @given(st.data(), st.integers(1, 4), st.sampled_from([(True, True), (True, False), (False, False)]))
 def test_group_norm(data: st.DataObject, groups: int, affine: tuple[bool, bool]) -> None:
     weight, bias = affine  # torch itself cannot differentiate a bias without a weight
@@ -332,7 +332,7 @@ def run_instance_steps(mesh: Mesh, case: dict[str, Any]) -> None:
         assert_close(local_var, var[slab], "running var")
 
 
-@settings(max_examples=60, deadline=None)
+@many(60)
 @given(cases(low=3), st.booleans(), st.booleans())
 def test_instance_norm(case: dict[str, Any], affine: bool, track: bool) -> None:
     assume(prod(case["x"].shape[2:]) > 1)

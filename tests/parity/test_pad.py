@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from drawing import WORLDS, layouts
+from drawing import WORLDS, layouts, many
 from tilewise.comm import Mesh
 from tilewise.errors import OperatorError
 from tilewise.layout import Axes, Layout
@@ -104,7 +104,7 @@ def pads(draw: st.DrawFn) -> Any:
 
 
 @given(st.data())
-@settings(max_examples=120, deadline=None)
+@many(120)
 def test_pad_matches_one_device(data: st.DataObject) -> None:
     shape, arguments = data.draw(pads())
     world, x, axes = data.draw(placed(shape))
@@ -112,7 +112,7 @@ def test_pad_matches_one_device(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@many(60)
 def test_slice_matches_one_device(data: st.DataObject) -> None:
     shape = data.draw(shapes(data.draw(st.integers(1, 3))))
     edge = st.one_of(st.none(), st.integers(-10, 10))
@@ -127,7 +127,7 @@ def test_slice_matches_one_device(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@many(60)
 def test_flip_matches_one_device(data: st.DataObject) -> None:
     shape = data.draw(shapes(data.draw(st.integers(1, 3))))
     dims = data.draw(st.lists(st.integers(0, len(shape) - 1), unique=True))
@@ -136,7 +136,7 @@ def test_flip_matches_one_device(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@many(60)
 def test_roll_matches_one_device(data: st.DataObject) -> None:
     shape = data.draw(shapes(data.draw(st.integers(1, 3))))
     dims = data.draw(st.lists(st.integers(-2, len(shape) - 1), min_size=1, max_size=3))

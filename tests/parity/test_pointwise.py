@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawing import WORLDS, layouts
+from drawing import WORLDS, layouts, many
 from tilewise.comm import Mesh
 from tilewise.errors import OperatorError
 from tilewise.layout import Axes, Axis, Cover, Layout, Move
@@ -59,7 +59,7 @@ def broadcasts(draw: st.DrawFn) -> tuple[int, str, list[Layout], Axes | None, to
     return world, name, [draw(layouts(one, world)) for one in shapes], axes, dtype
 
 
-@settings(max_examples=200, deadline=None)
+@many(200)
 @given(broadcasts())
 def test_pointwise(case: tuple[int, str, list[Layout], Axes | None, torch.dtype]) -> None:
     ranks(case[0], check, *case[1:])

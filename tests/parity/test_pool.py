@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from drawing import WORLDS, layouts
+from drawing import WORLDS, layouts, many
 from tilewise.comm import Mesh
 from tilewise.errors import OperatorError
 from tilewise.layout import Axes, Cover, Layout
@@ -102,7 +102,7 @@ def pools(draw: st.DrawFn) -> tuple[int, Layout, PoolSpec, Axes | None, str]:
 
 
 @given(pools())
-@settings(max_examples=120, deadline=None)
+@many(120)
 def test_pool_matches_one_device(case: Any) -> None:
     world, x, spec, axes, data = case
     ranks(world, check_pool, x, spec, axes, torch.float64, data)
@@ -239,7 +239,7 @@ def adaptives(draw: st.DrawFn) -> Any:
 
 
 @given(adaptives())
-@settings(max_examples=120, deadline=None)
+@many(120)
 def test_adaptive_matches_one_device(case: Any) -> None:
     world, *arguments = case
     ranks(world, check_adaptive, *arguments)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawing import WORLDS, layouts
+from drawing import WORLDS, layouts, many
 from tilewise.comm import Mesh
 from tilewise.errors import OperatorError
 from tilewise.layout import REPLICA, Axes, Axis, Layout
@@ -58,7 +58,7 @@ def test_bits_are_those_of_the_formula(shape: tuple[int, ...]) -> None:
             assert bits[index].item() % WORD == wanted
 
 
-@settings(max_examples=150, deadline=None)
+@many(150)
 @given(st.data())
 def test_every_slab_draws_its_part_of_the_whole(data: st.DataObject) -> None:
     world = data.draw(st.sampled_from(WORLDS))
@@ -193,7 +193,7 @@ def dropouts(draw: st.DrawFn) -> tuple[int, str, Layout, Axes | None, float, tor
     return world, draw(st.sampled_from(sorted(KINDS))), draw(layouts(shape, world)), axes, p, dtype
 
 
-@settings(max_examples=100, deadline=None)
+@many(100)
 @given(dropouts())
 def test_dropout(case: tuple[int, str, Layout, Axes | None, float, torch.dtype]) -> None:
     ranks(case[0], check_dropout, *case[1:])

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawing import WORLDS, layouts
+from drawing import WORLDS, layouts, many
 from tilewise.comm import Chain, Mesh
 from tilewise.errors import OperatorError
 from tilewise.layout import REPLICA, Axis, Layout
@@ -70,7 +70,7 @@ def run_reduce(
     )
 
 
-@settings(max_examples=120, deadline=None)
+@many(120)
 @given(cases(), st.sampled_from(KINDS), st.booleans(), st.sampled_from([0.0, 1.0]), st.data())
 @pytest.mark.filterwarnings("ignore:var.. degrees of freedom")
 def test_reduce(
@@ -166,7 +166,7 @@ def run_softmax(mesh: Mesh, case: dict[str, Any], dim: int, log: bool, far: bool
     )
 
 
-@settings(max_examples=80, deadline=None)
+@many(80)
 @given(cases(), st.data(), st.booleans(), st.booleans())
 def test_softmax(case: dict[str, Any], data: st.DataObject, log: bool, far: bool) -> None:
     ndim = len(case["x"].shape)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from drawing import WORLDS, layouts
+from drawing import WORLDS, layouts, many
 from tilewise.comm import Mesh
 from tilewise.errors import OperatorError
 from tilewise.layout import Axes, Layout
@@ -85,7 +85,7 @@ def resizes(draw: st.DrawFn) -> Any:
 
 
 @given(resizes())
-@settings(max_examples=120, deadline=None)
+@many(120)
 def test_resize_matches_one_device(case: Any) -> None:
     world, *arguments = case
     ranks(world, check, *arguments)
@@ -157,7 +157,7 @@ def check_shuffle(mesh: Mesh, x: Layout, up: bool, factor: int, axes: Axes | Non
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@many(60)
 def test_shuffles_match_one_device(data: st.DataObject) -> None:
     world = data.draw(st.sampled_from(WORLDS))
     up, factor = data.draw(st.booleans()), data.draw(st.integers(1, 3))

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawing import WORLDS, factors, layouts
+from drawing import WORLDS, factors, layouts, many
 from tilewise.comm import Mesh
 from tilewise.errors import OperatorError
 from tilewise.layout import REPLICA, Axes, Axis, Cover, Layout, Move
@@ -99,31 +99,31 @@ def repetitions(draw: st.DrawFn) -> tuple[int, str, Layout, list[int], Axes | No
     return world, "repeat", draw(layouts(shape, world)), repeats, axes
 
 
-@settings(max_examples=80, deadline=None)
+@many(80)
 @given(permutations())
 def test_permute(case: tuple[int, str, Layout, list[int], Axes | None]) -> None:
     ranks(case[0], check, *case[1:])
 
 
-@settings(max_examples=200, deadline=None)
+@many(200)
 @given(reshapes())
 def test_reshape(case: tuple[int, str, Layout, list[int], Axes | None]) -> None:
     ranks(case[0], check, *case[1:])
 
 
-@settings(max_examples=120, deadline=None)
+@many(120)
 @given(expansions())
 def test_expand(case: tuple[int, str, Layout, list[int], Axes | None]) -> None:
     ranks(case[0], check, *case[1:])
 
 
-@settings(max_examples=120, deadline=None)
+@many(120)
 @given(repetitions())
 def test_repeat(case: tuple[int, str, Layout, list[int], Axes | None]) -> None:
     ranks(case[0], check, *case[1:])
 
 
-@settings(max_examples=300, deadline=None)
+@many(300)
 @given(reshapes())
 def test_axes_of_a_reshape_hold_the_same_elements(
     case: tuple[int, str, Layout, list[int], Axes | None],
