@@ -181,7 +181,7 @@ class _Launched:
     def kill(self) -> None:
         """Give the ranks, which were told to end, a moment to do so."""
         try:
-            self.process.wait(5)
+            self.process.wait(20)
         except subprocess.TimeoutExpired:
             self.process.terminate()
 
