@@ -81,7 +81,7 @@ def test_of_obeys_and_the_last_pattern_wins(graph: Graph) -> None:
     [
         ({"fc": "h2"}, "fc has no height to cut by h2 (output 4×5); use n, c, f"),
         ({"conv1": "d4"}, "conv1 has no depth to cut by d4 (output 4×8×8×6); use n, c, f, h, w"),
-        ({"conv9": "h2"}, "no layer matches 'conv9'; layers: conv1, deep"),
+        ({"conv9": "h2"}, "no layer matches 'conv9'; did you mean 'conv1'? layers: conv1, deep"),
         ({"#flatten": "n2"}, "#flatten (flatten) has no split of its own, it follows its producer"),
     ],
 )
