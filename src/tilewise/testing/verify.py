@@ -82,17 +82,17 @@ def verify(
     *,
     loss: str = "mse",
     steps: int = 5,
-    lr: float = 1e-4,
+    lr: float | None = None,
     graph: Graph | None = None,
 ) -> Result:
     """Compare one training run of the model with the same run split over the mesh.
 
     Output, input gradients, parameter gradients and buffers are compared after the first pass,
     the losses of `steps` optimizer steps after it. The first rank of the mesh compares. `graph`
-    saves capturing the model where it was captured with the same loss and targets before. The
-    learning rate is small because deep networks on few samples magnify rounding: with 1e-2, the
-    losses of ResNet-50 on two samples of 64² differ by 1e-3 after five steps on one device alone,
-    when its weights change in the last bit.
+    saves capturing the model where it was captured with the same loss and targets before. Unless
+    `lr` says otherwise, a step changes the weights by a hundred-thousandth: deep networks on few
+    samples magnify rounding, and after five large steps the losses of one device alone differ by
+    more than the tolerance when its weights change in the last bit.
     """
     start = time.monotonic()
     result = Result(tolerance=TOLERANCE[inputs[0].dtype])
@@ -102,7 +102,8 @@ def verify(
     split = ParallelModel(copy.deepcopy(model), graph, as_plan(graph, plan), mesh)
     result.fallbacks, result.notes = split.fallbacks, split.plan.notes
     serial = _serial(model, inputs, LOSSES[loss], split) if mesh.rank == 0 else None
-    _compare_first_pass(mesh, split, serial, inputs, targets, result)
+    found = _compare_first_pass(mesh, split, serial, inputs, targets, result)
+    lr = found if lr is None else lr
     _compare_steps(mesh, split, serial, inputs, targets, result, steps, lr)
     if serial is not None and result.max_error.get("loss", 0.0) > result.tolerance:
         again = _serial(model, inputs, LOSSES[loss], split)
@@ -160,7 +161,8 @@ def _compare_first_pass(
     inputs: Sequence[Tensor],
     targets: tuple[Tensor, ...],
     result: Result,
-) -> None:
+) -> float:
+    """Compare all that one pass gives; returns a learning rate for small steps after it."""
     slabs = _slabs(split, mesh, inputs, targets)
     with torch.no_grad():
         gathered = tree_leaves(split.gather(split(*slabs[: len(inputs)])))
@@ -180,8 +182,9 @@ def _compare_first_pass(
     gathered_all = [*gathered, *input_grads, *grads.values(), *buffers.values()]
     if not _replicas_agree(mesh, gathered_all):
         result.note("output", "replicas that should be equal", float("inf"))
+    lr = _small_step(split, grads)
     if serial is None:
-        return
+        return lr
     with torch.no_grad():
         outputs = tree_leaves(serial.forward(*inputs))
     whole = [t.clone().requires_grad_(t.is_floating_point()) for t in inputs]
@@ -204,6 +207,16 @@ def _compare_first_pass(
     largest = _largest([b for b in expected_buffers.values() if b.is_floating_point()])
     for name, buffer in expected_buffers.items():
         result.note("buffers", name, error(buffers[name], buffer, largest))
+    return lr
+
+
+def _small_step(split: ParallelModel, grads: Mapping[str, Tensor | None]) -> float:
+    """Return the learning rate that changes the weights by a hundred-thousandth of their norm."""
+    state = full_state_dict(split)
+    pairs = [(state[name], grad) for name, grad in grads.items() if grad is not None]
+    weights = sum(float(weight.double().square().sum()) for weight, _ in pairs)
+    slope = sum(float(grad.double().square().sum()) for _, grad in pairs)
+    return 1e-5 * (weights / slope) ** 0.5 if slope and weights else 1e-5
 
 
 def _compare_steps(
@@ -246,7 +259,12 @@ def _drift(
     """Return how far the losses of one device move when its input changes in the last bit."""
     generator = torch.Generator().manual_seed(0)
     nudged = [
-        x * (1 + torch.finfo(x.dtype).eps * torch.randn(x.shape, generator=generator).sign())
+        x
+        * (
+            1
+            + torch.finfo(x.dtype).eps
+            * torch.randn(x.shape, generator=generator, dtype=x.dtype).sign()
+        )
         if x.is_floating_point()
         else x
         for x in inputs
