@@ -68,7 +68,7 @@ def page(
                 row.plan, row.model = plan, f"{name} {shape}"
                 steps[backend].append(row)
     for mark, lines in {
-        "machine": [_machine(rounds)],
+        "machine": [_machine(rounds, quick)],
         "layers": _layers(layers),
         "models": _models(steps),
         "messages": _messages(messages),
@@ -89,12 +89,13 @@ def fill(text: str, mark: str, lines: list[str]) -> str:
     )
 
 
-def _machine(rounds: int) -> str:
+def _machine(rounds: int, quick: bool) -> str:
     day = datetime.now(UTC).strftime("%Y-%m-%d")
     python = ".".join(map(str, sys.version_info[:3]))
     return (
         f"Measured on {day}: {machine_name()}, two ranks with one thread each, {platform.system()},"
-        f" Python {python}, torch {torch.__version__}; medians of {rounds} rounds."
+        f" Python {python}, torch {torch.__version__}; medians of {rounds} rounds"
+        + ("; a quick run, of small layers and models only." if quick else ".")
     )
 
 
