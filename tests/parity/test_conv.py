@@ -65,7 +65,10 @@ def check(mesh: Mesh, case: Case) -> None:
         Layout.replicated(tensor.shape, ranks=mesh.size) for tensor in whole[1:]
     ]
     ways = Ways(*(Way(*way) for way in case.get("ways", [(False, False)] * 3)))
-    with mock.patch.object(conv_run, "choose", return_value=ways):
+    with (
+        mock.patch.object(conv_run, "worth_tuning", return_value=True),
+        mock.patch.object(conv_run, "choose", return_value=ways),
+    ):
         assert_matches_serial(
             mesh,
             operation,

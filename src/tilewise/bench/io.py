@@ -12,6 +12,7 @@ import os
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,13 +155,14 @@ def evict(folder: Path) -> None:
             os.close(handle)
 
 
-class _Way:
+class _Way(ABC):
     """A way to bring batches to this rank."""
 
     source: Source
 
+    @abstractmethod
     def epoch(self, epoch: int) -> Iterator[Any]:
-        raise NotImplementedError
+        """Yield the batches of an epoch."""
 
     def close(self) -> None:
         self.source.close()

@@ -18,7 +18,7 @@ from tilewise.cli.naming import InputError
 from tilewise.comm import Mesh
 from tilewise.comm.launch import engine, join, launched
 from tilewise.errors import CommError
-from tilewise.testing.ranks import Pool
+from tilewise.testing.ranks import Pool, exhausted
 
 
 class Crew:
@@ -85,15 +85,7 @@ class Crew:
         assert self.mesh is not None
         result: Any = function(self.mesh, *arguments)
         if inspect.isgenerator(result):
-            result = _exhausted(result, progress)
+            result = exhausted(result, progress)
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, result)
         return found
-
-
-def _exhausted(steps: Any, progress: Callable[[Any], Any]) -> Any:
-    while True:
-        try:
-            progress(next(steps))
-        except StopIteration as end:
-            return end.value

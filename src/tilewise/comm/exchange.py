@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewise.comm.chain import Chain
+from tilewise.comm.formats import memory_format
 from tilewise.comm.frame import Box, Frame, overlap
 from tilewise.comm.mesh import Group, Mesh
 from tilewise.errors import CommError
@@ -224,7 +225,7 @@ class Pending:
             return self.tensor
         if way.group is not None and self.total is not None:
             way.mesh.finish(self.work, way.group, layer=way.layer)
-            return self.total.contiguous(memory_format=_memory_format(self.tensor))
+            return self.total.contiguous(memory_format=memory_format(self.tensor))
         out = _allocate(self.tensor, way)
         self._collect(out, own=True)
         return out.to(self.tensor.dtype)
@@ -280,19 +281,8 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _memory_format(tensor: Tensor) -> torch.memory_format:
-    for ndim, format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if (
-            tensor.dim() == ndim
-            and tensor.is_contiguous(memory_format=format)
-            and not tensor.is_contiguous()
-        ):
-            return format
-    return torch.contiguous_format
-
-
 def _allocate(like: Tensor, way: _Way) -> Tensor:
-    format = _memory_format(like)
+    format = memory_format(like)
     dtype = like.dtype
     if way.adds and dtype in (torch.bfloat16, torch.float16):
         dtype = torch.float32  # so that a sum is rounded once

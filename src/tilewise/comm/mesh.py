@@ -135,6 +135,16 @@ class Mesh:
         with self._named("sum", layer, group.ranks):
             work.wait()
 
+    def total(self, numbers: Sequence[float], *, layer: str) -> list[float]:
+        """Add up numbers that the hosts know, over all ranks, without waiting for a device."""
+        buffer = torch.tensor(numbers, dtype=torch.float32)
+        if self.size > 1:
+            group = self.group()
+            self.trace.add("sum", layer, group.ranks, buffer.numel() * buffer.element_size())
+            with self._named("sum", layer, group.ranks):
+                dist.all_reduce(buffer, group=self._hosts())
+        return [float(number) for number in buffer]
+
     def agree(self, what: str, facts: object = None, *, error: str | None = None) -> None:
         """Raise the same error on all ranks unless all of them bring the same facts and no error.
 

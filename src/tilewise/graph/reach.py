@@ -89,11 +89,11 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         passing: Passing = ctx.passing
         given = next(grad for grad in grads if grad is not None)
-        flags = torch.zeros(len(passing.used), device=given.device)
+        flags = [0.0] * len(passing.used)
         for i, grad in zip(ctx.tied, grads):
-            flags[i] = grad is not None
-        passing.mesh.sum(flags, passing.mesh.group(), layer="outputs (backward)")
-        passing.used = (flags > 0).tolist()
+            flags[i] = float(grad is not None)
+        users = passing.mesh.total(flags, layer="outputs (backward)")
+        passing.used = [count > 0 for count in users]
         if passing.at_end is not None:
             at_end_of_backward(passing.at_end)
         return None, None, torch.zeros((), device=given.device), *grads

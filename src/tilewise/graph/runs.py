@@ -27,6 +27,7 @@ from tilewise.graph.shares import Shares
 from tilewise.graph.steps import output_layouts
 from tilewise.layout import Cover, Layout
 from tilewise.ops.draws import Draws
+from tilewise.ops.tune import tuning
 from tilewise.plan import Plan
 
 
@@ -163,6 +164,7 @@ class Runs:
             "training": training,
             "but for": [p for p, module in self.modules.items() if module.training != training],
             "gradients": torch.is_grad_enabled(),
+            "tuning": tuning(),
             "autocast": torch.is_autocast_enabled(device) and str(torch.get_autocast_dtype(device)),
             "frozen": [
                 name for name in self.held.parameters if not self.held.get(name).requires_grad

@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from tilewise.comm.formats import memory_format
 from tilewise.errors import OperatorError
 from tilewise.layout import PARTIAL, REPLICA, Axes, Block, Cover, Layout
 from tilewise.layout.blocks import Interval
-from tilewise.ops.gather import memory_format
 from tilewise.ops.operation import Need, Operation, tied_zeros
 
 _AVERAGE: dict[int, Any] = {

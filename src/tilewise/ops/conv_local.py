@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from tilewise.comm import Frame
+from tilewise.comm.formats import CHANNELS_LAST, memory_format
 from tilewise.ops.conv_spec import ConvSpec
 from tilewise.ops.halo import Halo
-
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 @dataclass(frozen=True)
@@ -162,12 +161,7 @@ class LocalConv:
 
 def is_last(tensor: Tensor) -> bool:
     """Whether the channels are innermost in memory, and not just as well outermost."""
-    format = FORMATS.get(tensor.dim())
-    return (
-        format is not None
-        and tensor.is_contiguous(memory_format=format)
-        and not tensor.is_contiguous()
-    )
+    return memory_format(tensor) is not torch.contiguous_format
 
 
 def like(tensor: Tensor, model: Tensor) -> Tensor:
@@ -176,5 +170,5 @@ def like(tensor: Tensor, model: Tensor) -> Tensor:
 
 
 def _format(way: Way, tensor: Tensor) -> Tensor:
-    format = FORMATS.get(tensor.dim(), torch.contiguous_format) if way.last else None
+    format = CHANNELS_LAST.get(tensor.dim(), torch.contiguous_format) if way.last else None
     return tensor.contiguous(memory_format=format or torch.contiguous_format)

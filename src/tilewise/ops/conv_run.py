@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewise.comm import Chain, Exchange, Frame, Mesh, Pending
-from tilewise.ops.conv_local import LocalConv, Ways, is_last, like
+from tilewise.ops.conv_local import LocalConv, Way, Ways, is_last, like
 from tilewise.ops.halo import Halo
-from tilewise.ops.tune import choose
+from tilewise.ops.tune import choose, worth_tuning
 
 NATIVE: dict[int, Callable[..., Tensor]] = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 
@@ -80,12 +80,17 @@ class ConvRun:
         )  # fmt: skip
 
     def ways(self, x: Tensor, weight: Tensor) -> Ways:
-        """Return how to do the local work; the first call of a kind finds out."""
-        key = (x.dtype, x.device, is_last(x))
-        if key not in self.chosen:
-            brought = self._brought(x.detach())
-            self.chosen[key] = choose(self.local, self.mesh, self.work, brought, weight)
-        return self.chosen[key]
+        """Return how to do the local work; the first call of a kind finds out.
+
+        The kind is what all ranks have in common: a memory format shows on some slabs only.
+        """
+        if not worth_tuning(self.work, x):
+            plain = Way(patch=False, last=is_last(x))
+            return Ways(plain, plain, plain)
+        kind = (x.dtype, x.device.type)
+        if kind not in self.chosen:
+            self.chosen[kind] = choose(self.local, self.mesh, self._brought(x.detach()), weight)
+        return self.chosen[kind]
 
     def _brought(self, x: Tensor) -> Tensor:
         """Return x, or where all of it has to be brought first, zeros in place of that."""

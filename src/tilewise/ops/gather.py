@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tilewise.comm.formats import memory_format
+
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 
@@ -103,11 +105,3 @@ def _back(grad: Tensor, tap: Taps, extent: int) -> Tensor:
 
 def _along(weight: Tensor, dim: int, ndim: int) -> Tensor:
     return weight.view(-1, *[1] * (ndim - dim - 1))
-
-
-def memory_format(x: Tensor) -> torch.memory_format:
-    """Return channels_last where x is so and not contiguous, contiguous otherwise."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-    if last is None or x.is_contiguous() or not x.is_contiguous(memory_format=last):
-        return torch.contiguous_format
-    return last

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tilewise.comm import Exchange, Frame, Pending
+from tilewise.comm.formats import CHANNELS_LAST
 from tilewise.comm.frame import Box, extents, overlap
 from tilewise.ops.conv_spec import ConvSpec
 
@@ -112,9 +113,13 @@ class Halo:
 
     def shaped(self, x: Tensor, *, last: bool = False) -> Tensor:
         """Return an extended slab without values."""
-        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-        format = formats.get(len(self.shape)) if last else None
-        return x.new_empty(self.shape).contiguous(memory_format=format or torch.contiguous_format)
+        format = CHANNELS_LAST.get(len(self.shape)) if last else None
+        return torch.empty(
+            self.shape,
+            dtype=x.dtype,
+            device=x.device,
+            memory_format=format or torch.contiguous_format,
+        )
 
     def send_back(
         self, bring: Exchange, grad: Tensor | None, frame: Frame

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.comm.formats import memory_format
 from tilewise.errors import OperatorError
 from tilewise.layout import REPLICA, Axes, Block, Cover, Layout, block
-from tilewise.ops.gather import memory_format
 from tilewise.ops.operation import Need, Operation, shared
 from tilewise.ops.shape import checked_dim, dense
 

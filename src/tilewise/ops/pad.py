@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tilewise.comm.formats import memory_format
 from tilewise.errors import OperatorError
 from tilewise.layout import Axes, Block, Cover, Layout
 from tilewise.layout.blocks import Interval
 from tilewise.layout.cover import Piece
-from tilewise.ops.gather import Taps, gather, memory_format
+from tilewise.ops.gather import Taps, gather
 from tilewise.ops.operation import Need, Operation, tied_zeros
 
 Rule = Callable[[int, int], Block]

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tilewise.comm.formats import memory_format
 from tilewise.layout import Axes, Block, Cover, Layout, Window, block
 from tilewise.ops.adaptive import adaptive_pool, relocate
-from tilewise.ops.gather import memory_format
 from tilewise.ops.operation import Need, Operation, tied_zeros
 from tilewise.ops.pool_spec import PoolSpec
 

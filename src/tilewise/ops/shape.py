@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from tilewise.comm.formats import CHANNELS_LAST
 from tilewise.errors import OperatorError
 from tilewise.layout import REPLICA, Axes, Block, Cover, Layout, block
 from tilewise.layout.regroup import reshapable, reshape_axes
@@ -172,7 +172,7 @@ def repeat(
 
 def dense(tensor: Tensor) -> Tensor:
     """Return the tensor without gaps: channels last where its elements lie so, else contiguous."""
-    format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    format = CHANNELS_LAST.get(tensor.dim())
     if format is not None and tensor.stride(1) == 1 and not tensor.is_contiguous():
         return tensor.contiguous(memory_format=format)
     return tensor.contiguous()

@@ -30,22 +30,23 @@ LONG = 0.2  # seconds after which one measurement is enough
 WAYS = [Way(patch, last) for patch in (False, True) for last in (False, True)]
 
 
-def choose(conv: LocalConv, mesh: Mesh, work: float, x: Tensor, weight: Tensor) -> Ways:
+def worth_tuning(work: float, x: Tensor) -> bool:
+    """Whether there is a choice worth its measuring; the same on all ranks."""
+    return tuning() and work >= WORTH and x.dim() > 3 and x.dtype is not torch.float64
+
+
+def choose(conv: LocalConv, mesh: Mesh, x: Tensor, weight: Tensor) -> Ways:
     """Return the fastest ways for a convolution; all ranks ask together.
 
-    Communication: one small all-reduce where there is a choice.
+    Communication: one small all-reduce.
     """
-    plain = Way(patch=False, last=is_last(x))
-    if not tuning() or work < WORTH or x.dim() < 4 or x.dtype is torch.float64:
-        return Ways(plain, plain, plain)
-    times = _known(conv, x, weight)
-    total = torch.tensor(times, dtype=torch.float64)
-    mesh.sum(total, mesh.group(), layer="tuning")
-    given = WAYS.index(plain)
-    best = [
-        WAYS[int(times.argmin())] if times.min() < GAIN * times[given] else plain
-        for times in total.view(3, len(WAYS))
-    ]
+    *totals, lasts = mesh.total([*_known(conv, x, weight), float(is_last(x))], layer="tuning")
+    plain = WAYS.index(Way(patch=False, last=lasts > 0))
+    best = []
+    for phase in range(3):
+        times = totals[phase * len(WAYS) : (phase + 1) * len(WAYS)]
+        clear = min(times) < GAIN * times[plain]
+        best.append(WAYS[times.index(min(times)) if clear else plain])
     return Ways(*best)
 
 

@@ -240,7 +240,7 @@ def _serve(pipe: Connection, join: tuple[Any, ...]) -> None:
                 function = getattr(function, part)
             result: Any = function(meshes[members], *args)
             if inspect.isgenerator(result):
-                result = _exhausted(result, pipe)
+                result = exhausted(result, lambda value: pipe.send((None, value)))
             pipe.send((True, result))
         except BaseException as error:
             kind = "" if isinstance(error, TilewiseError) else "\n" + traceback.format_exc()
@@ -250,11 +250,11 @@ def _serve(pipe: Connection, join: tuple[Any, ...]) -> None:
                 return
 
 
-def _exhausted(steps: Generator[Any, Any, Any], pipe: Connection) -> Any:
+def exhausted(steps: Generator[Any, Any, Any], report: Callable[[Any], Any]) -> Any:
     """Report what a generator yields, and return what it returns."""
     while True:
         try:
-            pipe.send((None, next(steps)))
+            report(next(steps))
         except StopIteration as end:
             return end.value
 

@@ -1,0 +1,16 @@
+"""In which order a tensor's elements lie in memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def memory_format(tensor: Tensor) -> torch.memory_format:
+    """Return channels_last where the tensor is so and not contiguous too, contiguous otherwise."""
+    last = CHANNELS_LAST.get(tensor.dim())
+    if last is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=last):
+        return torch.contiguous_format
+    return last
