@@ -26,11 +26,18 @@ class Chain:
         self.token = torch.zeros((), device=device, requires_grad=True)
 
 
+def token_of(chain: Chain | None, *tensors: Tensor | None) -> Tensor | None:
+    """Return the token for a node of these tensors, or none where backward will not pass it."""
+    if chain is None or not torch.is_grad_enabled():
+        return None
+    needed = any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    return chain.token if needed else None
+
+
 def passed(tensor: Tensor) -> Iterator[tuple[Any, int]]:
     """Yield all that backward from a tensor passes by itself, as (node, number of its output).
 
-    The thread is left out: functions that take a token say by `token_at` which of their tensors
-    it is.
+    The thread is left out: nodes that take a token say by `token_at` which of their tensors it is.
     """
     seen: set[tuple[Any, int]] = set()
     opened: set[Any] = set()
@@ -44,5 +51,5 @@ def passed(tensor: Tensor) -> Iterator[tuple[Any, int]]:
         yield edge
         if node not in opened:
             opened.add(node)
-            token = getattr(getattr(node, "_forward_cls", None), "token_at", None)
+            token = getattr(node, "token_at", None)
             waiting += [after for i, after in enumerate(node.next_functions) if i != token]

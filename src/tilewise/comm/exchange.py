@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilewise.comm.chain import Chain
+from tilewise.comm.chain import Chain, token_of
 from tilewise.comm.formats import memory_format
 from tilewise.comm.frame import Box, Frame, overlap
 from tilewise.comm.mesh import Group, Mesh
@@ -89,25 +89,18 @@ class Exchange:
         """Exchange and record the adjoint; `chain` orders it among the other messages."""
         if self.silent:
             return tensor
-        if (
-            chain is None
-            or chain.token is None
-            or not torch.is_grad_enabled()
-            or not tensor.requires_grad
-        ):
-            out: Tensor = _ExchangeFunction.apply(tensor, None, self)[0]
-            return out
-        out, chain.token = _ExchangeFunction.apply(tensor, chain.token, self)
-        return out
+        out, token = _ExchangeFunction.apply(tensor, token_of(chain, tensor), self)
+        if token is not None:
+            chain.token = token  # type: ignore[union-attr]
+        return out  # type: ignore[no-any-return]
 
 
 class _ExchangeFunction(torch.autograd.Function):
-    token_at = 1
-
     @staticmethod
     def forward(
         ctx: Any, tensor: Tensor, token: Tensor | None, exchange: Exchange
     ) -> tuple[Tensor, Tensor | None]:
+        ctx.token_at = None if token is None else 1
         ctx.exchange = exchange
         ctx.differentiable = tensor.is_floating_point() or tensor.is_complex()
         out = exchange.start(tensor).finish()

@@ -28,7 +28,8 @@ class Executable:
     ) -> None:
         self.mesh, self.held, self.draws, self.shares = mesh, held, draws, shares
         built = Steps(planned, plan, mesh, held)
-        self.uses, self.places, self.output_slots = built.uses, len(built.slots), built.output_slots
+        self.uses, self.fresh = built.uses, built.fresh
+        self.places, self.output_slots = len(built.slots), built.output_slots
         self.stretches = _stretches(built.steps)
         self.written = {value for step in built.steps for value in step.writes}
         self.sync: dict[tuple[Any, ...], GradSync] = {}
@@ -58,7 +59,7 @@ class Executable:
         kinds = ((tensor.dtype, tensor.device) for tensor in parameters.values())
         key = (*uses, *kinds, *(tensor.requires_grad for tensor in inputs))
         if key not in self.sync:
-            self.sync[key] = GradSync(self.mesh, self.shares, uses, parameters)
+            self.sync[key] = GradSync(self.mesh, self.shares, uses, self.fresh, parameters)
         return Entry(self.sync[key], parameters, chain, outputs=len(self.output_slots), sync=sync)
 
     def _recompute(self, number: int, memory: list[Any], chain: Chain, entry: Entry | None) -> None:

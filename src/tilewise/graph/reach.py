@@ -74,13 +74,11 @@ def leave(outputs: tuple[Tensor, ...], passing: Passing, chain: Chain) -> tuple[
 
 
 class _Leave(torch.autograd.Function):
-    token_at = 0
-
     @staticmethod
     def forward(
         ctx: Any, passing: Passing, tied: list[int], token: Tensor, *outputs: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.passing, ctx.tied = passing, tied
+        ctx.passing, ctx.tied, ctx.token_at = passing, tied, 0
         ctx.set_materialize_grads(False)
         return tuple(output.view_as(output) for output in outputs)
 

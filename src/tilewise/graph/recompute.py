@@ -64,8 +64,6 @@ def recomputed(
 
 
 class Stretch(torch.autograd.Function):
-    token_at = 0
-
     @staticmethod
     def use(name: str, output: int) -> Use:
         """Name an output as `Reach` finds it: the program's outputs that depend on it are known."""
@@ -83,6 +81,7 @@ class Stretch(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.body, ctx.draws, ctx.conditions = body, draws, conditions
         ctx.stretch, ctx.wants = known
+        ctx.token_at = 0
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
         outputs = body([tensor.detach() for tensor in inputs], Chain(), False)

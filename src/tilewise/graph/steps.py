@@ -67,7 +67,8 @@ class Step:
 class Steps:
     """Build the steps of a program; all ranks do so together.
 
-    `slots` numbers the places in memory, `uses` lists how parameters are read.
+    `slots` numbers the places in memory, `uses` lists how parameters are read, and `fresh` those
+    of them whose gradients are new tensors that nothing else shares.
     """
 
     def __init__(self, planned: Planned, plan: Plan, mesh: Mesh, held: Held) -> None:
@@ -75,6 +76,7 @@ class Steps:
         program = planned.program
         self.steps: list[Step] = []
         self.uses: list[Use] = []
+        weights: set[Use] = set()
         self.slots: dict[Any, int] = {}
         self.makers = program.producers()
         for value in program.inputs:
@@ -82,7 +84,12 @@ class Steps:
         sharing = shared_needs(planned)
         kept = _kept(planned, plan)
         for node, lowered in zip(program.nodes, planned.lowered):
+            first = len(self.uses)
             self._add(node, lowered, sharing, plan.recomputes(node.name), kept)
+            if node.kind.startswith("conv") or node.kind == "linear":
+                weights.update(self.uses[first:])
+        often = Counter(name for name, _ in self.uses)
+        self.fresh = {use for use in weights if often[use[0]] == 1}
         self.output_slots = self._outputs(plan)
         self._free()
 

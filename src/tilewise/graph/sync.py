@@ -14,7 +14,7 @@ sum over the holders of the parameter's block takes the share along.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,14 +28,20 @@ from tilewise.graph.recompute import Stretch
 from tilewise.graph.shares import Shares, Use, at_end_of_backward
 
 BUCKET_BYTES = 8 * 2**20
+ALONE_BYTES = 64 * 2**10
+"""From which size a gradient that nothing else shares is summed where it lies, not in a copy."""
 
 
 @dataclass
 class Bucket:
-    """Parameters whose gradients are summed together: same group, same dtype."""
+    """Parameters whose gradients are summed together: same group, same dtype.
+
+    Those in `alone` are large and summed in place, beside the buffer that takes the others.
+    """
 
     group: Group
     names: list[str] = field(default_factory=list)
+    alone: set[str] = field(default_factory=set)
     bytes: int = 0
 
     @property
@@ -51,7 +57,12 @@ class GradSync:
     """The buckets of one program, in the order in which the program reads their parameters."""
 
     def __init__(
-        self, mesh: Mesh, shares: Shares, uses: Sequence[Use], parameters: dict[str, Tensor]
+        self,
+        mesh: Mesh,
+        shares: Shares,
+        uses: Sequence[Use],
+        fresh: Container[Use],
+        parameters: dict[str, Tensor],
     ) -> None:
         self.mesh, self.shares, self.reach = mesh, shares, Reach()
         self.buckets: list[Bucket] = []
@@ -68,8 +79,11 @@ class GradSync:
                 bucket = open_buckets[key] = Bucket(mesh.group(ranks))
                 self.buckets.append(bucket)
             self.place[use] = (self.buckets.index(bucket), len(bucket.names))
+            size = tensor.numel() * tensor.element_size()
             bucket.names.append(name)
-            bucket.bytes += tensor.numel() * tensor.element_size()
+            bucket.bytes += size
+            if use in fresh and size >= ALONE_BYTES:
+                bucket.alone.add(name)
 
 
 class Entry:
@@ -146,7 +160,7 @@ class _State:
     parameters: list[Tensor]
     passing: Passing
     sync: bool
-    work: Any = None
+    works: list[Any] = field(default_factory=list)
     flat: Tensor | None = None
     complete: bool = False
 
@@ -166,8 +180,9 @@ class _Outer(torch.autograd.Function):
         if flat is None:
             _keep(state, grads, _executed(ctx))
             return None, *(None for _ in grads)
-        state.mesh.finish(state.work, state.bucket.group, layer=state.bucket.label)
-        state.work = None
+        for work in state.works:
+            state.mesh.finish(work, state.bucket.group, layer=state.bucket.label)
+        state.works.clear()
         if state.complete:
             return None, *grads
         touched = flat[-len(grads) :].tolist()
@@ -175,13 +190,11 @@ class _Outer(torch.autograd.Function):
 
 
 class _Inner(torch.autograd.Function):
-    token_at = 0
-
     @staticmethod
     def forward(
         ctx: Any, state: _State, token: Tensor | None, *parameters: Tensor
     ) -> tuple[Tensor | None, ...]:
-        ctx.state = state
+        ctx.state, ctx.token_at = state, None if token is None else 0
         ctx.set_materialize_grads(False)
         new_token = None if token is None else token.clone()
         return new_token, *(parameter.view_as(parameter) for parameter in parameters)
@@ -222,26 +235,37 @@ def _executed(outer: Any) -> list[bool]:
 def _start_sum(
     state: _State, grads: Sequence[Tensor | None], fetched: Sequence[bool]
 ) -> list[Tensor]:
-    """Copy gradients, and the shares that `fetched` allows, into one buffer and start its sum."""
-    total = sum(parameter.numel() for parameter in state.parameters)
-    flat = state.parameters[0].detach().new_zeros(total + len(grads))
+    """Start the sums of gradients, together with the shares that `fetched` allows."""
+    bucket = state.bucket
+    packed = [
+        p.numel() for name, p in zip(bucket.names, state.parameters) if name not in bucket.alone
+    ]
+    flat = state.parameters[0].detach().new_empty(sum(packed) + len(grads))
+    *slots, flags = flat.split([*packed, len(grads)])
     state.complete = all(grad is not None for grad in grads)
-    views: list[Tensor] = []
-    at = 0
-    for i, (use, parameter, grad) in enumerate(zip(state.bucket.uses, state.parameters, grads)):
-        view = flat[at : at + parameter.numel()].view(parameter.shape)
-        at += parameter.numel()
-        views.append(view)
+    sums: list[Tensor] = []
+    flags.fill_(1.0)
+    for i, (use, parameter, grad) in enumerate(zip(bucket.uses, state.parameters, grads)):
         share = state.shares.take(use, parameter) if fetched[i] else None
-        for part in (grad, share):
-            if part is not None:
-                view += part
-                flat[total + i] = 1
+        if grad is None and share is None:
+            flags[i] = 0.0
+        if use[0] in bucket.alone:
+            total = torch.zeros_like(parameter) if grad is None else grad
+            total = total.contiguous()  # all ranks sum in the same order of elements
+        else:
+            total = slots.pop(0).view(parameter.shape)
+            total.zero_() if grad is None else total.copy_(grad)
         if share is not None:
+            total += share
             share.zero_()  # the sum is added to it
-    state.work = state.mesh.sum(flat, state.bucket.group, layer=state.bucket.label, wait=False)
+        sums.append(total)
+    buffers = [t for t, name in zip(sums, bucket.names) if name in bucket.alone]
+    state.works = [
+        state.mesh.sum(buffer, bucket.group, layer=bucket.label, wait=False)
+        for buffer in (*buffers, flat)
+    ]
     state.flat = flat
-    return views
+    return sums
 
 
 def _keep(state: _State, grads: Sequence[Tensor | None], executed: Sequence[bool]) -> None:

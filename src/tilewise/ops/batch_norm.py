@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -10,11 +12,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from tilewise.comm import Exchange
+from tilewise.comm.chain import token_of
 from tilewise.errors import OperatorError
 from tilewise.layout import PARTIAL, REPLICA, Axes, Cover, Layout
 from tilewise.ops.norm import channel_needs, towards
-from tilewise.ops.operation import Need, Operation, tied_zeros
-from tilewise.ops.summary import Summary, combine, moments
+from tilewise.ops.operation import Need, Operation, Via, tied_zeros
+from tilewise.ops.summary import Summary, combine, moments_of, widened
 
 Statistics = Literal["global", "local", "spatial"]
 
@@ -111,7 +115,7 @@ class _Local:
     eps: float
     plain: bool
 
-    def __call__(self, inner: list[Any], x: Tensor, *operands: Tensor) -> Tensor:
+    def __call__(self, inner: list[Via], x: Tensor, *operands: Tensor) -> Tensor:
         rest = list(operands)
         weight, bias = (rest.pop(0), rest.pop(0)) if self.affine else (None, None)
         running = (rest.pop(0), rest.pop(0)) if self.track else None
@@ -119,7 +123,7 @@ class _Local:
         if rest and self.training:
             factor = 1.0 / float(rest[0])
         if not self.plain:
-            return self.joint(inner, x, weight, bias, running, factor)
+            return self.joint(inner[0], x, weight, bias, running, factor)
         if not x.numel():
             return tied_zeros(x.shape, x, *operands[: 2 * self.affine])
         mean, var = running or (None, None)
@@ -127,7 +131,7 @@ class _Local:
 
     def joint(
         self,
-        inner: list[Any],
+        via: Via,
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
@@ -135,9 +139,18 @@ class _Local:
         factor: float,
     ) -> Tensor:
         """Normalise by statistics that ranks share."""
+        token = token_of(via.chain, x, weight, bias)
+        y: Tensor
+        y, token = _Joint.apply(self, via.exchange, (running, factor), x, token, weight, bias)
+        if token is not None:
+            via.chain.token = token  # type: ignore[union-attr]
+        return y
+
+    def statistics(
+        self, rows: Tensor, running: tuple[Tensor, Tensor] | None, factor: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return mean and variance of each channel, and move the running ones towards them."""
         reduced = self.summary.dims
-        found, x = moments(x, reduced)
-        rows = inner[0](found)
         counts = self.summary.counts(rows.device)
         own, own_counts = rows, counts
         for dim in reduced:
@@ -146,13 +159,21 @@ class _Local:
                 own_counts = _block(own_counts, dim, self.coords[dim])
         mean, m2 = combine(own, own_counts, self.join)
         if running is not None:
-            with torch.no_grad():
-                every = (mean, m2) if own is rows else combine(rows, counts, reduced)
-                towards(running[0], every[0], factor)
-                towards(running[1], every[1] / (counts.sum() - 1.0), factor)
-        var = m2 / own_counts.sum().clamp(min=1.0)
-        y: Tensor = _Normalise.apply(x, mean.flatten(), var.flatten(), weight, bias, self.eps)
-        return y
+            every = (mean, m2) if own is rows else combine(rows, counts, reduced)
+            number = prod(self.summary.work.shape[dim] for dim in reduced)
+            towards(running[0], every[0], factor)
+            towards(running[1], every[1] / (number - 1.0), factor)
+        return mean.flatten(), (m2 / self.count).flatten()
+
+    @cached_property
+    def count(self) -> float:
+        """How many values this rank's statistics are taken of."""
+        work = self.summary.work
+        sizes = (
+            work.shape[dim] if dim in self.join else self.summary.block_sizes(dim)[self.coords[dim]]
+            for dim in self.summary.dims
+        )
+        return float(max(prod(sizes), 1))
 
 
 def _block(tensor: Tensor, dim: int, index: int) -> Tensor:
@@ -160,51 +181,75 @@ def _block(tensor: Tensor, dim: int, index: int) -> Tensor:
     return tensor if tensor.shape[dim] == 1 else tensor.narrow(dim, index, 1)
 
 
-class _Normalise(torch.autograd.Function):
-    """(x − mean) / √(var + eps) · weight + bias for each channel; keeps x and nothing of its size.
+class _Joint(torch.autograd.Function):
+    """(x − mean) / √(var + eps) · weight + bias for each channel, by statistics of several ranks.
 
-    The native operator in evaluation mode takes any mean and variance; their gradients follow
-    from those of weight and bias.
+    Keeps x and nothing of its size. With s = 1/√(var + eps), and sums over all that the
+    statistics are taken of, T values:
+
+        dx = weight·s·dy − weight·s/T · Σ dy − (x − mean)·weight·s³/T · Σ dy·(x − mean)
     """
 
     @staticmethod
     def forward(
         ctx: Any,
+        local: _Local,
+        exchange: Exchange,
+        tracked: tuple[tuple[Tensor, Tensor] | None, float],
         x: Tensor,
-        mean: Tensor,
-        var: Tensor,
+        token: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        eps: float,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.local, ctx.exchange, ctx.token_at = local, exchange, None if token is None else 1
+        rows = exchange.start(moments_of(x, local.summary.dims)).finish()
+        mean, var = local.statistics(rows, *tracked)
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         mean, var = mean.to(dtype), var.to(dtype)
         ctx.save_for_backward(x, mean, var, weight)
-        ctx.eps = eps
+        ctx.rows = rows.shape
+        token = None if token is None else token.clone()
         if not x.numel():
-            return x.clone()
+            return x.clone(), token
         scale = None if weight is None else weight.to(dtype)
         shift = None if bias is None else bias.to(dtype)
-        return F.batch_norm(x, mean, var, scale, shift, False, 0.0, eps)
+        # in evaluation mode the native operator takes any mean and variance
+        return F.batch_norm(x, mean, var, scale, shift, False, 0.0, local.eps), token
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor, token: Tensor | None) -> tuple[Any, ...]:
+        local: _Local = ctx.local
         x, mean, var, weight = ctx.saved_tensors
         scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
+        spread = (var + local.eps).rsqrt()
         if x.numel():
-            if grad.stride() != x.stride():
+            if dy.stride() != x.stride():
                 # torch 2.13 mixes up memory formats where extents of 1 make them ambiguous
-                grad = torch.empty_like(x).copy_(grad)
-            dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
-                grad, x, scale, mean, var, None, None, False, ctx.eps, [True, True, True]
+                dy = torch.empty_like(x).copy_(dy)
+            _, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
+                dy, x, scale, mean, var, None, None, False, local.eps, [False, True, True]
             )
         else:  # the native operator divides by zero
-            dx, dweight, dbias = (torch.zeros_like(t) for t in (x, mean, mean))
-        spread = (var + ctx.eps).rsqrt()
-        dmean = -(dbias * scale * spread)
-        dvar = -0.5 * dweight * scale * spread**2
+            dweight, dbias = torch.zeros_like(mean), torch.zeros_like(mean)
+        dx = None
+        if ctx.needs_input_grad[3]:
+            slope = scale * spread
+            dx = _complete(ctx, x, dy, mean, slope, dbias * slope, dweight * slope * spread)
         if weight is None:
-            return dx, dmean.double(), dvar.double(), None, None, None
+            return None, None, None, dx, token, None, None
         kind = weight.dtype
-        return dx, dmean.double(), dvar.double(), dweight.to(kind), dbias.to(kind), None
+        return None, None, None, dx, token, dweight.to(kind), dbias.to(kind)
+
+
+def _complete(
+    ctx: Any, x: Tensor, dy: Tensor, mean: Tensor, slope: Tensor, sum: Tensor, product: Tensor
+) -> Tensor:
+    """Return slope·dy less what the statistics' own gradients take, which ranks add up."""
+    wide = [-1, *[1] * (x.dim() - 2)]
+    mine = torch.stack((sum, product)).double().view(2, 1, *wide)
+    pending = ctx.exchange.start_adjoint(mine.expand(ctx.rows))
+    dx = widened(dy) * slope.view(wide)
+    sums, products = (pending.finish() / ctx.local.count).to(mean.dtype).view(2, *wide)
+    dx.addcmul_(widened(x), products, value=-1.0).add_(products * mean.view(wide) - sums)
+    return dx.to(x.dtype)

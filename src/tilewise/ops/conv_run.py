@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewise.comm import Chain, Exchange, Frame, Mesh, Pending
+from tilewise.comm.chain import token_of
 from tilewise.ops.conv_local import LocalConv, Way, Ways, is_last, like
 from tilewise.ops.halo import Halo
 from tilewise.ops.tune import choose, worth_tuning
@@ -58,16 +59,10 @@ class ConvRun:
         ways = self.ways(x, weight)
         if self.quiet and ways.plain(x):
             return self._natively(x, weight, *bias)
-        threaded = (
-            chain is not None
-            and chain.token is not None
-            and not self.quiet
-            and any(tensor.requires_grad for tensor in (x, weight, *bias))
-        )
-        token = chain.token if threaded else x.new_zeros(())  # type: ignore[union-attr]
+        token = None if self.quiet else token_of(chain, x, weight, *bias)
         y: Tensor
         y, token = _Convolve.apply(self, ways, x, weight, token, *bias)
-        if threaded and torch.is_grad_enabled():
+        if token is not None:
             chain.token = token  # type: ignore[union-attr]
         return y
 
@@ -114,8 +109,6 @@ class ConvRun:
 
 
 class _Convolve(torch.autograd.Function):
-    token_at = 2
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -123,9 +116,10 @@ class _Convolve(torch.autograd.Function):
         ways: Ways,
         x: Tensor,
         weight: Tensor,
-        token: Tensor,
+        token: Tensor | None,
         *bias: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.token_at = None if token is None else 2
         local = run.local
         b = bias[0] if bias and run.with_bias else None
         pending = None if run.bring is None else run.bring.start(x)
@@ -139,11 +133,11 @@ class _Convolve(torch.autograd.Function):
         ctx.run, ctx.ways, ctx.bias = run, ways, bool(bias)
         ctx.boxes, pieces = ((), ()) if frame is None else (frame.boxes, frame.pieces)
         ctx.save_for_backward(x, weight, *pieces)
-        return y, token.clone()
+        return y, None if token is None else token.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor, token: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor, token: Tensor | None) -> tuple[Any, ...]:
         run: ConvRun = ctx.run
         local, ways = run.local, ctx.ways
         _, _, want_x, want_w, _, *want_b = ctx.needs_input_grad

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +43,17 @@ class Need:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Via:
+    """An exchange in the middle of one pass' local work, with the thread that it belongs to."""
+
+    exchange: Exchange
+    chain: Chain | None
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return self.exchange(tensor, self.chain)
+
+
 @dataclass(frozen=True)
 class Operation:
     """One operator, split.
@@ -52,7 +62,7 @@ class Operation:
         needs: for each tensor operand, what it must be brought to. An axis along which ranks use
             the operand for different results is marked PARTIAL: its gradient is summed there.
         local: computes this rank's results from the brought operands. Its first argument is the
-            list of inner exchanges, ready to call.
+            list of inner exchanges, ready to call (`Via`).
         gives: what `local` returns; an axis along which results are partial sums is PARTIAL.
         outs: the layouts of the results once finished.
         inner: exchanges in the middle of the local work, as (source, target).
@@ -115,7 +125,7 @@ class Bound:
         ]
         if self.fused is not None:
             return self.fused(*brought, chain=chain)
-        inner = [partial(via, chain=chain) for via in self.inner]
+        inner = [Via(exchange, chain) for exchange in self.inner]
         results = self.local(inner, *brought)
         if isinstance(results, Tensor):
             return _finish(results, self.finishes[0], chain)

@@ -99,11 +99,7 @@ class _Moments(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.count = prod(x.shape[dim] for dim in dims)
-        shape = [1 if dim in dims else extent for dim, extent in enumerate(x.shape)]
-        if not x.numel():
-            found = torch.zeros([2, *shape], dtype=torch.float64, device=x.device)
-        else:
-            found = torch.stack(_two_pass(widened(x), dims, ctx.count))
+        found = moments_of(x, dims)
         ctx.save_for_backward(x, found[0])
         return found, x.view_as(x)
 
@@ -118,6 +114,15 @@ class _Moments(torch.autograd.Function):
         slope = wide - mean.to(wide.dtype)
         slope.mul_((2 * dm2).to(wide.dtype)).add_((dmean / ctx.count).to(wide.dtype))
         return slope.to(x.dtype) if dx is None else dx.add_(slope), None
+
+
+def moments_of(x: Tensor, dims: Sequence[int]) -> Tensor:
+    """Return mean and sum of squared deviations over `dims`, stacked in float64."""
+    if not x.numel():
+        shape = [1 if dim in dims else extent for dim, extent in enumerate(x.shape)]
+        return torch.zeros([2, *shape], dtype=torch.float64, device=x.device)
+    count = prod(x.shape[dim] for dim in dims)
+    return torch.stack(_two_pass(widened(x), tuple(dims), count))
 
 
 def _two_pass(x: Tensor, dims: tuple[int, ...], count: int) -> list[Tensor]:
