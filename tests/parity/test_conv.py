@@ -64,7 +64,8 @@ def check(mesh: Mesh, case: Case) -> None:
     others = case.get("others") or [
         Layout.replicated(tensor.shape, ranks=mesh.size) for tensor in whole[1:]
     ]
-    ways = Ways(*(Way(*way) for way in case.get("ways", [(False, False)] * 3)))
+    forward, data, weight = (Way(*way) for way in case.get("ways", [(False, False)] * 3))
+    ways = Ways(forward, data, weight, case.get("y_last", False))
     with (
         mock.patch.object(conv_run, "worth_tuning", return_value=True),
         mock.patch.object(conv_run, "choose", return_value=ways),
@@ -138,6 +139,7 @@ def cases(draw: st.DrawFn, *, transposed: bool = False) -> tuple[int, Case]:
         "others": [draw(layouts(shape, world)) for shape in shapes],
         "last": draw(st.booleans()),
         "ways": [draw(st.tuples(st.booleans(), st.booleans())) for _ in range(3)],
+        "y_last": draw(st.booleans()),
         "seed": draw(st.integers(0, 3)),
     }
 

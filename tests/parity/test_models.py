@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from torch import nn
 
 from drawing import THOROUGH
 from tilewise import Degrees, Graph, Mesh, Plan, capture, models
+from tilewise.ops import conv_run
+from tilewise.ops.conv_local import Way, Ways
 from tilewise.testing import ranks
 from tilewise.testing.verify import LOSSES, Result, draw_targets, verify
 
@@ -65,6 +68,21 @@ def check(mesh: Mesh, name: str, graph: Graph, plan: str | Plan, steps: int) -> 
     return verify(mesh, model, [x], plan, steps=steps, graph=graph)
 
 
+def check_any_ways(mesh: Mesh, name: str, graph: Graph, plan: Plan, seed: int) -> Result:
+    """Let every convolution do its local work in ways drawn at random, formats mixed."""
+    draw = random.Random(seed)
+
+    def choose(*_: Any) -> Ways:
+        forward, data, weight = (Way(draw.random() < 0.5, draw.random() < 0.5) for _ in range(3))
+        return Ways(forward, data, weight, draw.random() < 0.5)
+
+    with (
+        mock.patch.object(conv_run, "worth_tuning", return_value=True),
+        mock.patch.object(conv_run, "choose", choose),
+    ):
+        return check(mesh, name, graph, plan, 1)
+
+
 def in_space(plan: str, ndim: int) -> str:
     """Spell a plan for the first dims of space: h w of images, d h of volumes."""
     return plan if ndim == 4 else plan.translate(str.maketrans("hw", "dh"))
@@ -109,7 +127,7 @@ def test_random_plans_equal_one_device(name: str) -> None:
     for world, seed in ((2, 0), (4, 1)) if THOROUGH else ((2, 0),):
         plan = random_plan(graph, world, seed)
         assert len({str(degrees) for degrees in plan.layers.values()}) > 2
-        result = ranks(world, check, name, graph, plan, 1)[0]
+        result = ranks(world, check_any_ways, name, graph, plan, seed)[0]
         assert result.ok, (plan, result)
         assert not result.fallbacks
 

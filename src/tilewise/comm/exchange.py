@@ -7,6 +7,7 @@ start ──▶ messages travel ──▶ finish
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -142,6 +143,16 @@ class _Way:
         arriving = sum(message.elements for message in self.receives)
         self.covered = not self.adds and arriving == prod(self.out_shape)
         self.inside = move.target.boxes(rank)
+        self.source = move.source
+
+    @cached_property
+    def shows_format(self) -> bool:
+        """Whether the slabs of all ranks show in which memory format they are.
+
+        Where some do not, replicas of the result could differ in format and so in rounding.
+        """
+        shapes = {self.source.local_shape(rank) for rank in range(self.mesh.size)}
+        return all(shape[1] > 1 and prod(shape[2:]) > 1 and prod(shape) for shape in shapes)
 
     @property
     def elements_sent(self) -> int:
@@ -276,6 +287,8 @@ def _version(tensor: Tensor) -> int:
 
 def _allocate(like: Tensor, way: _Way) -> Tensor:
     format = memory_format(like)
+    if format is not torch.contiguous_format and not way.shows_format:
+        format = torch.contiguous_format
     dtype = like.dtype
     if way.adds and dtype in (torch.bfloat16, torch.float16):
         dtype = torch.float32  # so that a sum is rounded once

@@ -14,3 +14,14 @@ def memory_format(tensor: Tensor) -> torch.memory_format:
     if last is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=last):
         return torch.contiguous_format
     return last
+
+
+def is_last(tensor: Tensor) -> bool:
+    """Whether the channels are innermost in memory, and not just as well outermost."""
+    return memory_format(tensor) is not torch.contiguous_format
+
+
+def formatted(tensor: Tensor, *, last: bool) -> Tensor:
+    """Return a tensor with its channels innermost in memory, or outermost."""
+    format = CHANNELS_LAST.get(tensor.dim(), torch.contiguous_format) if last else None
+    return tensor.contiguous(memory_format=format or torch.contiguous_format)

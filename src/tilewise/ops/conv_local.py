@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilewise.comm import Frame
-from tilewise.comm.formats import CHANNELS_LAST, memory_format
+from tilewise.comm.formats import formatted, is_last
 from tilewise.ops.conv_spec import ConvSpec
 from tilewise.ops.halo import Halo
 
@@ -31,16 +31,21 @@ class Way:
 
 @dataclass(frozen=True)
 class Ways:
-    """The way of each phase: forward, the gradient of x, and that of the weight."""
+    """The way of each phase: forward, the gradient of x, and that of the weight.
+
+    `last` says how the result lies in memory, which later operators keep up.
+    """
 
     forward: Way
     data: Way
     weight: Way
+    last: bool
 
-    def plain(self, x: Tensor) -> bool:
-        """Whether this is what torch does with x by itself."""
-        way = Way(patch=False, last=is_last(x))
-        return self.forward == self.data == self.weight == way
+    @classmethod
+    def plainly(cls, last: bool) -> Ways:
+        """Return what torch does by itself with x in this memory format."""
+        way = Way(patch=False, last=last)
+        return cls(way, way, way, last)
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class LocalConv:
         """Convolve a slab; `receive` hands over the faces of its halo, as late as possible."""
         halo = self.halo
         if halo is None:
-            return like(self._convolve(way, x, weight, bias, self.padding), x), None
+            return self._convolve(way, x, weight, bias, self.padding), None
         if way.patch and halo.thin is not None:
             y = self._convolve(way, x, weight, bias, halo.inner_padding)
             frame = receive()
@@ -81,7 +86,7 @@ class LocalConv:
             frame = receive()
             extended = halo.extend(x, frame, last=way.last)
             y = self._convolve(way, extended, weight, bias, self.padding)
-        return like(y, x), frame
+        return y, frame
 
     def data(
         self,
@@ -135,9 +140,10 @@ class LocalConv:
         if not prod(self.out) or not x.numel() or not weight.numel():
             y = x.new_zeros(self.out)
             return y if bias is None else y.add_(bias.view(-1, *[1] * spec.ndim))
+        x, weight = formatted(x, last=way.last), formatted(weight, last=way.last)
         return torch.convolution(
-            _format(way, x), _format(way, weight), bias, spec.stride, padding, spec.dilation,
-            False, [0] * spec.ndim, self.groups,
+            x, weight, bias, spec.stride, padding, spec.dilation, False, [0] * spec.ndim,
+            self.groups,
         )  # fmt: skip
 
     def _backward(
@@ -153,22 +159,13 @@ class LocalConv:
         if not prod(self.out) or not x.numel() or not weight.numel():
             dims = [dim for dim in range(dy.dim()) if dim != 1]
             return torch.zeros_like(x), torch.zeros_like(weight), dy.sum(dims)
+        dy, x, weight = (formatted(tensor, last=way.last) for tensor in (dy, x, weight))
         return torch.ops.aten.convolution_backward(
-            _format(way, dy), _format(way, x), _format(way, weight), [self.out[1]], spec.stride,
-            padding, spec.dilation, False, [0] * spec.ndim, self.groups, mask,
+            dy, x, weight, [self.out[1]], spec.stride, padding, spec.dilation, False,
+            [0] * spec.ndim, self.groups, mask,
         )  # fmt: skip
-
-
-def is_last(tensor: Tensor) -> bool:
-    """Whether the channels are innermost in memory, and not just as well outermost."""
-    return memory_format(tensor) is not torch.contiguous_format
 
 
 def like(tensor: Tensor, model: Tensor) -> Tensor:
     """Return a tensor in the memory format of another."""
-    return _format(Way(patch=False, last=is_last(model)), tensor)
-
-
-def _format(way: Way, tensor: Tensor) -> Tensor:
-    format = CHANNELS_LAST.get(tensor.dim(), torch.contiguous_format) if way.last else None
-    return tensor.contiguous(memory_format=format or torch.contiguous_format)
+    return formatted(tensor, last=is_last(model))

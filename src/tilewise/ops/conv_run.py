@@ -19,7 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from tilewise.comm import Chain, Exchange, Frame, Mesh, Pending
 from tilewise.comm.chain import token_of
-from tilewise.ops.conv_local import LocalConv, Way, Ways, is_last, like
+from tilewise.comm.formats import formatted, is_last
+from tilewise.ops.conv_local import LocalConv, Ways, like
 from tilewise.ops.halo import Halo
 from tilewise.ops.tune import choose, worth_tuning
 
@@ -57,7 +58,7 @@ class ConvRun:
     def __call__(self, x: Tensor, weight: Tensor, *bias: Tensor, chain: Chain | None) -> Tensor:
         x, weight, *bias = _as_autocast_would(x, weight, *bias)  # type: ignore[assignment]
         ways = self.ways(x, weight)
-        if self.quiet and ways.plain(x):
+        if self.quiet and ways == Ways.plainly(is_last(x)):
             return self._natively(x, weight, *bias)
         token = None if self.quiet else token_of(chain, x, weight, *bias)
         y: Tensor
@@ -80,8 +81,7 @@ class ConvRun:
         The kind is what all ranks have in common: a memory format shows on some slabs only.
         """
         if not worth_tuning(self.work, x):
-            plain = Way(patch=False, last=is_last(x))
-            return Ways(plain, plain, plain)
+            return Ways.plainly(is_last(x))
         kind = (x.dtype, x.device.type)
         if kind not in self.chosen:
             self.chosen[kind] = choose(self.local, self.mesh, self._brought(x.detach()), weight)
@@ -98,7 +98,8 @@ class ConvRun:
         halo = self.local.halo
         frame = None if halo is None else halo.zeros(x)
         x = self._brought(x)
-        return x, weight, torch.randn_like(x.new_empty(self.local.out)), frame
+        dy = torch.randn_like(x.new_empty(self.local.out))
+        return x, weight, formatted(dy, last=self.ways(x, weight).last), frame
 
     def alone(self, x: Tensor, weight: Tensor, dy: Tensor, frame: Frame | None) -> None:
         """Do all of the arithmetic, forward and backward, without any message."""
@@ -128,6 +129,7 @@ class _Convolve(torch.autograd.Function):
         y, frame = local.forward(
             ways.forward, x, weight, b, lambda: _receive(local.halo, pending, x)
         )
+        y = formatted(y, last=ways.last)
         if run.finish is not None:
             y = run.finish.start(y).finish()
         ctx.run, ctx.ways, ctx.bias = run, ways, bool(bias)

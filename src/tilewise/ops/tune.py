@@ -21,12 +21,14 @@ import torch
 from torch import Tensor
 
 from tilewise.comm import Mesh
-from tilewise.ops.conv_local import LocalConv, Way, Ways, is_last
+from tilewise.comm.formats import formatted, is_last
+from tilewise.ops.conv_local import LocalConv, Way, Ways
 
 WORTH = 2e7  # multiplications below which no choice pays for its measuring
 GAIN = 0.97  # what a way must beat to be worth leaving the plain one
 ROUNDS = 3
 LONG = 0.2  # seconds after which one measurement is enough
+FLIP = 0.8  # the same for another memory format of the result, which others must put up with
 WAYS = [Way(patch, last) for patch in (False, True) for last in (False, True)]
 
 
@@ -41,13 +43,28 @@ def choose(conv: LocalConv, mesh: Mesh, x: Tensor, weight: Tensor) -> Ways:
     Communication: one small all-reduce.
     """
     *totals, lasts = mesh.total([*_known(conv, x, weight), float(is_last(x))], layer="tuning")
-    plain = WAYS.index(Way(patch=False, last=lasts > 0))
-    best = []
-    for phase in range(3):
-        times = totals[phase * len(WAYS) : (phase + 1) * len(WAYS)]
-        clear = min(times) < GAIN * times[plain]
-        best.append(WAYS[times.index(min(times)) if clear else plain])
-    return Ways(*best)
+    last = lasts > 0
+    seconds, best = _best(totals, last)
+    other_seconds, other = _best(totals, not last)
+    return other if other_seconds < FLIP * seconds else best
+
+
+def _best(times: list[float], last: bool) -> tuple[float, Ways]:
+    """Return the fastest ways that hand over a result in this memory format, and their time."""
+    *phases, change = times
+    plain = WAYS.index(Way(patch=False, last=last))
+    total, found = 0.0, []
+    for at in range(0, len(phases), len(WAYS)):
+        each = [
+            seconds + (change if way.last != last else 0.0)
+            for way, seconds in zip(WAYS, phases[at : at + len(WAYS)])
+        ]
+        clear = min(each) < GAIN * each[plain]
+        index = each.index(min(each)) if clear else plain
+        total += each[index]
+        found.append(WAYS[index])
+    forward, data, weight = found
+    return total, Ways(forward, data, weight, last)
 
 
 def tuning() -> bool:
@@ -65,10 +82,10 @@ def cache_file() -> Path:
 
 
 def _known(conv: LocalConv, x: Tensor, weight: Tensor) -> list[float]:
-    """Return the time of each way in each phase, from the file or measured now."""
+    """Return the times of each way in each phase and of a change of format, measured once."""
     key = _key(conv, x, weight)
     known = _load().get(key)
-    if isinstance(known, list) and len(known) == 3 * len(WAYS):
+    if isinstance(known, list) and len(known) == 3 * len(WAYS) + 1:
         return [float(value) for value in known]
     times = _measure(conv, x.detach(), weight.detach())
     _store(key, times)
@@ -120,21 +137,26 @@ def _store(key: str, times: list[float]) -> None:
 
 
 def _measure(conv: LocalConv, x: Tensor, weight: Tensor) -> list[float]:
-    """Time each way in each phase, without any message."""
-    dy = torch.randn_like(x.new_empty(conv.out))
+    """Time each way in each phase, without any message, and changing the result's format."""
+    given = torch.randn_like(x.new_empty(conv.out))
+    grads = {last: formatted(given, last=last) for last in (False, True)}
     frame = None if conv.halo is None else conv.halo.zeros(x)
 
     def forward(way: Way) -> None:
         conv.forward(way, x, weight, None, lambda: frame)  # type: ignore[arg-type, return-value]
 
     def data(way: Way) -> None:
-        conv.data(way, dy, x, weight, frame, lambda outer: None)
+        conv.data(way, grads[way.last], x, weight, frame, lambda outer: None)
 
     def to_weight(way: Way) -> None:
-        conv.weight(way, dy, x, weight, frame, bias=False)
+        conv.weight(way, grads[way.last], x, weight, frame, bias=False)
+
+    def change(way: Way) -> None:
+        formatted(given, last=way.last)
 
     phases: list[Callable[[Way], None]] = [forward, data, to_weight]
-    return [_time(phase, way, x) for phase in phases for way in WAYS]
+    times = [_time(phase, way, x) for phase in phases for way in WAYS]
+    return [*times, _time(change, Way(patch=False, last=True), x)]
 
 
 def _time(phase: Callable[[Way], None], way: Way, x: Tensor) -> float:
