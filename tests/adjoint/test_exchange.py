@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from drawing import WORLDS, covers, layouts, many
-from tilewise.comm import Exchange, Mesh
+from tilewise.comm import Chain, Exchange, Mesh, Posted
 from tilewise.layout import PARTIAL, REPLICA, Axes, Axis, Block, Cover, Layout
 from tilewise.testing import RanksError, assert_adjoint, ranks
 
@@ -108,3 +111,33 @@ def unbalanced(mesh: Mesh) -> None:
 def test_a_wrong_adjoint_is_found() -> None:
     with pytest.raises(RanksError, match="differs from"):
         ranks(2, unbalanced)
+
+
+def apart(mesh: Mesh, source: Layout, target: Layout) -> None:
+    """Start two exchanges before either ends, and compare both directions with one in a piece."""
+    exchange, other = (Exchange(mesh, source, target, layer="test") for _ in range(2))
+    slab = source.slab(mesh.rank)
+    x = torch.arange(float(prod(source.shape)), dtype=torch.float64).reshape(source.shape)[slab]
+    found = []
+    for way in ("apart", "at once"):
+        a, b = (x.clone().requires_grad_() for _ in range(2))
+        chain = Chain()
+        chain.start()
+        if way == "apart":
+            first = Posted.start(exchange, a, chain)
+            second = Posted.start(other, b * b, chain)
+            outs = [posted.finish(tie, chain) for posted, tie in (first, second)]
+        else:
+            outs = [exchange(a, chain), other(b * b, chain)]
+        (outs[0] * outs[1]).sum().backward()
+        found.append([*outs, a.grad, b.grad])
+    for left, right in zip(*found):
+        assert torch.equal(left, right)
+
+
+@many(40)
+@given(SHAPES, st.sampled_from(WORLDS), st.data())
+def test_start_and_end_apart(shape: list[int], world: int, data: st.DataObject) -> None:
+    source, target = data.draw(layouts(shape, world)), data.draw(layouts(shape, world))
+    assume(source != target)
+    ranks(world, apart, source, target)

@@ -364,3 +364,40 @@ def clip(mesh: Mesh, graph: Graph, plan: str) -> None:
 @pytest.mark.parametrize("plan", ["n2 h2", "c2 f2", "h2 f2", "f4"])
 def test_clipping_equals_torchs(plan: str) -> None:
     ranks(4, clip, graph(), plan)
+
+
+class Skip(nn.Module):
+    """A branch whose end lies otherwise than its beginning, beside a long way through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin = nn.Conv2d(3, 4, 1)
+        self.between = nn.Conv2d(4, 4, 3, padding=1)
+        self.end = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.begin(x)
+        return torch.add(x, self.end(self.between(x)))
+
+
+def start_early(mesh: Mesh, graph: Graph) -> list[tuple[str, int]]:
+    serial = build(Skip)
+    plan = {"*": "h2", "end": "w2", "#add": "w2"}
+    model = split(mesh, build(Skip), graph, plan)
+    x = draw(*SHAPE)
+    with mesh.trace.record() as events:
+        y = model(model.scatter(x))
+        forward = len(events)
+        y.square().sum().backward()
+    serial(x).square().sum().backward()
+    assert_grads(model, serial)
+    return [(event.layer, index < forward) for index, event in enumerate(events)]
+
+
+def test_a_move_starts_when_its_source_is_there() -> None:
+    """It is sent before the layers in between send, in backward as soon as its gradient is."""
+    events = ranks(2, start_early, captured(Skip, SHAPE))[0]
+    forward = [layer for layer, is_forward in events if is_forward]
+    backward = [layer for layer, is_forward in events if not is_forward]
+    assert forward.index("#add") < forward.index("between")
+    assert backward.index("#add (backward)") < backward.index("between (backward)")

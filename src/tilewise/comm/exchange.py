@@ -96,6 +96,72 @@ class Exchange:
         return out  # type: ignore[no-any-return]
 
 
+class Posted:
+    """One pass of an exchange that starts when its source is there and ends where it is needed.
+
+    In backward it starts where the gradient is there and ends where that is needed. What `start`
+    returns beside it ties the two ends together for autograd.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.forth: Pending | None = None
+        self.back: Pending | None = None
+
+    @classmethod
+    def start(
+        cls, exchange: Exchange, tensor: Tensor, chain: Chain | None
+    ) -> tuple[Posted, Tensor]:
+        """Post all messages."""
+        posted = cls(exchange)
+        tie, token = _Start.apply(tensor, token_of(chain, tensor), posted)
+        if token is not None:
+            chain.token = token  # type: ignore[union-attr]
+        return posted, tie
+
+    def finish(self, tie: Tensor, chain: Chain | None) -> Tensor:
+        """Wait for all messages and return this rank's part of the target; call it once."""
+        out, token = _Finish.apply(tie, token_of(chain, tie), self)
+        if token is not None:
+            chain.token = token  # type: ignore[union-attr]
+        return out  # type: ignore[no-any-return]
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, token: Tensor | None, posted: Posted
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.token_at = None if token is None else 1
+        ctx.posted = posted
+        posted.forth = posted.exchange.start(tensor)
+        return tensor.new_empty(0), None if token is None else token.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor, token: Tensor | None) -> tuple[Any, ...]:
+        pending, ctx.posted.back = ctx.posted.back, None
+        return pending.finish(), token, None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tie: Tensor, token: Tensor | None, posted: Posted
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.token_at = None if token is None else 1
+        ctx.posted = posted
+        pending, posted.forth = posted.forth, None
+        assert pending is not None
+        return pending.finish(), None if token is None else token.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, token: Tensor | None) -> tuple[Any, ...]:
+        ctx.posted.back = ctx.posted.exchange.start_adjoint(grad)
+        return grad.new_empty(0), token, None
+
+
 class _ExchangeFunction(torch.autograd.Function):
     @staticmethod
     def forward(

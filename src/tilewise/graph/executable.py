@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.comm import Chain, Exchange, Mesh
+from tilewise.comm import Chain, Mesh
 from tilewise.comm.formats import is_last
 from tilewise.graph.graph import Value
 from tilewise.graph.held import Held
@@ -144,11 +144,8 @@ class Executable:
             memory[slot] = None
 
     def _call(self, step: Step, operands: list[Tensor], chain: Chain) -> Any:
-        if isinstance(step.run, Exchange):
-            return step.run(operands[0], chain)
-        if isinstance(step.run, WriteBack):
-            return step.run(*operands)
-        return step.run(*operands, chain=chain)
+        run: Any = step.run
+        return run(*operands) if isinstance(run, WriteBack) else run(*operands, chain=chain)
 
     def _held(self, what: tuple[Value, tuple[int, ...]], entry: Entry | None) -> Tensor:
         value, ranks = what

@@ -1,7 +1,8 @@
 """The steps of a planned program on a mesh: which tensors go where, what moves, what is freed.
 
 Exchanges are inserted where an operand does not lie as an operator needs it. A tensor that several
-operators need in the same way moves once.
+operators need in the same way moves once. A move whose source is there before its operator's turn
+starts at once and ends in that turn, so that it travels behind whatever runs in between.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.comm import Exchange, Mesh
+from tilewise.comm import Chain, Exchange, Mesh, Posted
 from tilewise.errors import PlanError
 from tilewise.graph.graph import Node, Value, values_in
 from tilewise.graph.held import Held, at_rest
@@ -47,14 +48,32 @@ class WriteBack:
 
 
 @dataclass
+class Early:
+    """The start of a move that ends later."""
+
+    exchange: Exchange
+
+    def __call__(self, tensor: Tensor, chain: Chain) -> tuple[Any, ...]:
+        return (Posted.start(self.exchange, tensor, chain),)
+
+
+class Arrive:
+    """The end of a move that started earlier."""
+
+    def __call__(self, started: tuple[Posted, Tensor], chain: Chain) -> Tensor:
+        posted, tie = started
+        return posted.finish(tie, chain)
+
+
+@dataclass
 class Step:
-    """One operator, or one move that several operators share, with its places in memory.
+    """One operator, or one move (or the start or end of one), with its places in memory.
 
     `recompute` is the pattern by which it is computed again in backward, `writes` are the buffers
     that it changes.
     """
 
-    run: Bound | Exchange | WriteBack
+    run: Bound | Exchange | Early | Arrive | WriteBack
     layer: str
     inputs: list[tuple[str, Any]]
     outputs: list[int]
@@ -78,6 +97,7 @@ class Steps:
         self.uses: list[Use] = []
         weights: set[Use] = set()
         self.slots: dict[Any, int] = {}
+        self.early: dict[int, list[Step]] = {}
         self.makers = program.producers()
         for value in program.inputs:
             self._slot(value)
@@ -91,6 +111,7 @@ class Steps:
         often = Counter(name for name, _ in self.uses)
         self.fresh = {use for use in weights if often[use[0]] == 1}
         self.output_slots = self._outputs(plan)
+        self.steps = self._in_order()
         self._free()
 
     def _slot(self, key: Any) -> int:
@@ -105,7 +126,9 @@ class Steps:
         back: list[Step] = []
         for value, need in zip(lowered.operands, lowered.operation.needs, strict=True):
             if not value.held:
-                slot, source = self._brought(value, need, sharing, node, again)
+                overlaps = lowered.operation.fused and not sources  # by itself
+                early = not overlaps and not node.no_grad
+                slot, source = self._brought(value, need, sharing, node, again, early)
                 sources.append(source)
                 inputs.append(("slot", slot))
                 continue
@@ -159,7 +182,7 @@ class Steps:
         )
 
     def _brought(
-        self, value: Value, need: Need, sharing: Sharing, node: Node, again: str | None
+        self, value: Value, need: Need, sharing: Sharing, node: Node, again: str | None, early: bool
     ) -> tuple[int, Layout | Cover | None]:
         """Return where the operand is found, and how it lies there."""
         layout = self.planned.layouts[value]
@@ -169,9 +192,17 @@ class Steps:
         base = need.home
         if sharing.homes[value, base.axes] > 1 and base != layout:
             slot, layout = self._moved(value, slot, layout, base, node, again), base
-        if sharing.needs[value, need] > 1 and not Move(Cover.of(layout), need.cover).local:
+        several = sharing.needs[value, need] > 1
+        if (several or (early and self._waits(slot, again))) and moves(layout, need.cover):
             return self._moved(value, slot, layout, need, node, again), None
         return slot, layout
+
+    def _waits(self, slot: int, again: str | None) -> bool:
+        """Whether something runs between the making of a tensor and the next step."""
+        maker = next((s for s in reversed(self.steps) if slot in s.outputs), None)
+        if again or (maker is not None and maker.recompute):
+            return False  # a stretch that is computed again stays in one piece
+        return bool(self.steps) and maker is not self.steps[-1]
 
     def _moved(
         self,
@@ -189,9 +220,26 @@ class Steps:
                 (target.cover, target.fill) if isinstance(target, Need) else (Cover.of(target), 0.0)
             )
             exchange = Exchange(self.mesh, source, cover, layer=node.name, fill=fill)
-            step = Step(exchange, node.name, [("slot", slot)], [self._slot(key)], recompute=again)
+            if self._waits(slot, again) and not exchange.forth.still:
+                under_way = self._slot((key, "under way"))
+                start = Step(Early(exchange), node.name, [("slot", slot)], [under_way])
+                self.early.setdefault(slot, []).append(start)
+                step = Step(Arrive(), node.name, [("slot", under_way)], [self._slot(key)])
+            else:
+                made = [self._slot(key)]
+                step = Step(exchange, node.name, [("slot", slot)], made, recompute=again)
             self.steps.append(step)
         return self.slots[key]
+
+    def _in_order(self) -> list[Step]:
+        """Return all steps, the start of each move right behind the making of its source."""
+        given = range(len(self.planned.program.inputs))
+        found = [step for slot in given for step in self.early.get(slot, ())]
+        for step in self.steps:
+            found.append(step)
+            for slot in step.outputs:
+                found += self.early.get(slot, ())
+        return found
 
     def _outputs(self, plan: Plan) -> list[int]:
         """Return the slots of the outputs, brought to where they are handed out."""
@@ -220,6 +268,11 @@ class Steps:
         for slot, step in last.items():
             if slot not in self.output_slots:
                 step.frees.append(slot)
+
+
+def moves(source: Layout, target: Cover) -> bool:
+    """Whether anything is sent to bring a tensor from one layout to another."""
+    return not Move(Cover.of(source), target).local
 
 
 def output_layouts(planned: Planned, plan: Plan) -> tuple[Layout, ...]:
