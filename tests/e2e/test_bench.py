@@ -79,6 +79,20 @@ def test_scaling(
     assert two["forward_ratio"] == pytest.approx(work * one["forward_s"] / two["forward_s"])
 
 
+def test_scaling_of_a_model(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    found = bench(
+        monkeypatch, capfd, "scaling", "alexnet", "--input", "2x3x70x65", "--arg", "width=0.0625",
+        "--ranks", "1,2", "--rounds", "1",
+    )  # fmt: skip
+    kinds = [(point["degrees"], point["ranks"]) for point in found["points"]]
+    assert kinds == [
+        (kind, 1 + (kind != "1")) for kind in ["1", "n2", "1", "h2", "1", "c2", "1", "f2"]
+    ]
+    assert all(point["forward_s"] > 0 and point["backward_s"] > 0 for point in found["points"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

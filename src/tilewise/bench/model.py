@@ -58,21 +58,21 @@ def measure_model(
     first = mesh.rank == 0
     serial = _serial_step(copy.deepcopy(model), inputs, targets, loss) if first else None
     with_ddp = _ddp_step(mesh, copy.deepcopy(model), inputs, targets, loss)
-    split = _split_step(mesh, model, inputs, plan, targets, loss)
+    split = _split_step(mesh, model, inputs, plan, targets)
     peaks = [_peak(split), 0]
     if serial is not None:
         peaks[1] = _peak(serial)
     times: dict[str, list[float]] = {"one": [], "many": [], "ddp": [], "split": []}
     for done in range(rounds + 1):
         if serial is not None:
-            times["one"].append(_timed(serial))
+            times["one"].append(timed(serial)[0])
             torch.set_num_threads(mesh.size)
-            times["many"].append(_timed(serial))
+            times["many"].append(timed(serial)[0])
             torch.set_num_threads(1)
         for kind, step in (("ddp", with_ddp), ("split", split)):
             mesh.agree("bench")
             if step is not None:
-                times[kind].append(_timed(step))
+                times[kind].append(timed(step)[0])
         yield done
     middle = [median(found[1:]) if found else 0.0 for found in times.values()]
     scatter = spread(times["one"][1:]) if first else 0.0
@@ -115,27 +115,36 @@ def _split_step(
     inputs: Sequence[Tensor],
     plan: Any,
     targets: tuple[Tensor, ...],
-    loss: Any,
 ) -> Step:
-    split = parallelize(model, tuple(inputs), plan, loss=loss, targets=targets, mesh=mesh)
-    slabs = [
-        tensor[layout.slab(mesh.rank)].contiguous()
-        for tensor, layout in zip((*inputs, *targets), split.input_layouts, strict=True)
-    ]
+    split, compute = split_loss(mesh, model, inputs, plan, targets)
     optimizer = torch.optim.SGD(split.parameters(), lr=1e-6, momentum=0.9)
 
     def step() -> None:
         optimizer.zero_grad()
-        split.loss(*slabs).backward()
+        compute().backward()
         optimizer.step()
 
     return step
 
 
-def _timed(step: Step) -> float:
+def split_loss(
+    mesh: Mesh, model: nn.Module, inputs: Sequence[Tensor], plan: Any, targets: tuple[Tensor, ...]
+) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """Split a model; returns it and what computes its loss on this rank's slabs."""
+    loss = LOSSES["mse"]
+    split = parallelize(model, tuple(inputs), plan, loss=loss, targets=targets, mesh=mesh)
+    slabs = [
+        tensor[layout.slab(mesh.rank)].contiguous()
+        for tensor, layout in zip((*inputs, *targets), split.input_layouts, strict=True)
+    ]
+    return split, lambda: split.loss(*slabs)
+
+
+def timed(function: Callable[[], Any]) -> tuple[float, Any]:
+    """Call something; returns the seconds it took and its result."""
     start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
+    found = function()
+    return time.perf_counter() - start, found
 
 
 def _peak(step: Step) -> int:

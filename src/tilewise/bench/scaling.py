@@ -1,19 +1,26 @@
-"""Strong and weak scaling of one layer, forward and backward apart."""
+"""Strong and weak scaling of a layer or a model, forward and backward apart."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from statistics import median
 from typing import Any
 
+import torch
+from torch import nn
+
 from tilewise.bench.layers import LayerCase, measure
+from tilewise.bench.model import split_loss, timed
+from tilewise.bench.timing import slowest
 from tilewise.comm import Mesh
+from tilewise.testing.verify import draw_targets
 
 DIMS = {"n": 0, "c": 1}
 
 
 @dataclass
 class Point:
-    """A layer on some ranks; seconds of the slowest rank, ratios against one rank."""
+    """A layer or model on some ranks; seconds of the slowest rank, ratios against one rank."""
 
     layer: str
     degrees: str
@@ -32,6 +39,34 @@ def measure_point(mesh: Mesh, case: LayerCase, letter: str, weak: bool, rounds: 
     grown = grow(case, letter, mesh.size) if weak else case
     row = measure(mesh, grown, letter, rounds)
     return Point(case.name, row.degrees, mesh.size, row.forward_s, row.backward_s)
+
+
+def model_letters(shape: tuple[int, ...], ranks: int, *, weak: bool) -> list[str]:
+    """List the degrees to split a model by: sample and space; channel and filter if not weak."""
+    samples = ["n"] if weak or shape[0] >= ranks else []
+    return [*samples, "dhw"[5 - len(shape)], *([] if weak else ["c", "f"])]
+
+
+def measure_model_point(
+    mesh: Mesh, name: str, model: nn.Module, shape: tuple[int, ...], letter: str, weak: bool,
+    rounds: int,
+) -> Point:  # fmt: skip
+    """Measure a model whose layers are all split along one degree."""
+    torch.set_num_threads(1)
+    dim = DIMS.get(letter, 2)
+    grown = tuple(n * mesh.size if weak and i == dim else n for i, n in enumerate(shape))
+    inputs = [torch.randn(grown, generator=torch.Generator().manual_seed(1))]
+    plan = f"{letter}{mesh.size}" if mesh.size > 1 else "1"
+    split, loss = split_loss(mesh, model, inputs, plan, draw_targets(model, inputs, "mse"))
+    times: list[tuple[float, float]] = []
+    for _ in range(rounds + 1):
+        split.zero_grad()
+        mesh.agree("bench")
+        forward, found = timed(loss)
+        backward, _ = timed(found.backward)
+        times.append((forward, backward))
+    middle = [median(each) for each in zip(*times[1:])]
+    return Point(name, plan, mesh.size, *slowest(mesh, middle))
 
 
 def grow(case: LayerCase, letter: str, ranks: int) -> LayerCase:

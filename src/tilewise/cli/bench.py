@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+import warnings
+from collections.abc import Sequence
+from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 
 from tilewise.bench.layers import CASES, LayerCase, Row, measure_layers
 from tilewise.bench.messages import PRIMITIVES, SIZES, Primitive, measure_messages
-from tilewise.bench.scaling import Point, measure_point, with_ratios
+from tilewise.bench.scaling import (
+    Point,
+    measure_model_point,
+    measure_point,
+    model_letters,
+    with_ratios,
+)
 from tilewise.cli.bench_io import io
 from tilewise.cli.bench_model import model
 from tilewise.cli.bench_options import Backend, Json, Ranks, Rounds, in_ms, new_table
 from tilewise.cli.bench_page import page
 from tilewise.cli.crew import Crew
-from tilewise.cli.naming import InputError
+from tilewise.cli.naming import InputError, build_model, parse_shape
+from tilewise.comm import Mesh
 
 bench_app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 bench_app.command()(io)
@@ -65,7 +75,7 @@ def layers(
 def _case(name: str) -> LayerCase:
     known = {case.name: case for case in CASES}
     if name not in known:
-        raise InputError(f"layer {name!r} is not one of {', '.join(known)}")
+        raise InputError(f"layer {name!r} is not one of {', '.join(known)}; a model needs --input")
     return known[name]
 
 
@@ -97,8 +107,12 @@ def comm(
 
 @bench_app.command()
 def scaling(
-    layer: Annotated[str, typer.Argument(help="a layer that `bench layers` knows")],
+    layer: Annotated[str, typer.Argument(help="a layer that `bench layers` knows, or a model")],
     ranks: Annotated[str, typer.Option(help="numbers of ranks joined by commas")] = "1,2",
+    input: Annotated[
+        str, typer.Option(help="global shape of a model's input, such as 2x3x64x64")
+    ] = "",
+    arg: Annotated[list[str] | None, typer.Option(help="key=value for the model; repeats")] = None,
     weak: Annotated[
         bool, typer.Option("--weak/--strong", help="let the work grow with the ranks, or not")
     ] = False,
@@ -106,20 +120,29 @@ def scaling(
     backend: Backend = "gloo",
     json_: Json = False,
 ) -> None:
-    """Time one layer on several numbers of ranks, under each of its splits."""
-    case = _case(layer)
+    """Time a layer or a model on several numbers of ranks, under each of its splits."""
     try:
         counts = sorted(int(part) for part in ranks.split(","))
     except ValueError:
         counts = [0]
     if counts[0] < 1:
         raise InputError(f"--ranks: {ranks!r} must be numbers joined by commas, such as 1,2,4")
+    letters: Sequence[str]
+    task: tuple[Any, ...]
+    if input:
+        shape, arguments = parse_shape(input), tuple(arg or ())
+        build_model(layer, arguments, torch.float32, 0)
+        letters = model_letters(shape, counts[-1], weak=weak)
+        task = (run_model_point, layer, arguments, shape)
+    else:
+        case = _case(layer)
+        letters, task = case.degrees, (measure_point, case)
     points: list[Point] = []
-    for letter in case.degrees:
+    for letter in letters:
         measured = []
         for count in counts:
-            with Crew(count, backend=backend) as crew:
-                measured.append(crew.run(measure_point, case, letter, weak, rounds)[0])
+            with Crew(count, backend=backend, timeout=3600.0) as crew:
+                measured.append(crew.run(*task, letter, weak, rounds)[0])
         points += with_ratios(measured, weak=weak)
     if json_:
         kind = "weak" if weak else "strong"
@@ -133,3 +156,18 @@ def scaling(
         times = in_ms(point.forward_s, point.backward_s)
         table.add_row(point.degrees, str(point.ranks), *times, *ratios)
     Console().print(table)
+
+
+def run_model_point(
+    mesh: Mesh,
+    name: str,
+    arguments: tuple[str, ...],
+    shape: tuple[int, ...],
+    letter: str,
+    weak: bool,
+    rounds: int,
+) -> Point:
+    """Build the model on one rank and measure."""
+    warnings.simplefilter("ignore")
+    model = build_model(name, arguments, torch.float32, 0)
+    return measure_model_point(mesh, name, model, shape, letter, weak, rounds)
