@@ -23,7 +23,7 @@ from tilewise.ops.tune import settle
 from tilewise.planner.calls import SplitCall
 from tilewise.planner.machine import CallTime
 
-HOPELESS = 4.0  # how many times its best split's time a split may take to be worth measuring
+HOPELESS = 2.5  # how many times its best split's time a split may take to be worth measuring
 BLOCKS = 3
 BLOCK_S = 0.02
 AT_ONCE = 64  # calls between two times that what was measured is kept
@@ -102,11 +102,11 @@ def _time(
     ]
     held = [value.held for value in lowered.operands]
     mesh.agree("auto")
-    _once(bound, leaves, held, node.no_grad)
+    _once(bound, leaves, held, node.no_grad)  # which also tunes a convolution
+    count = _count(mesh, bound, leaves, held, node.no_grad)
     forward, backward = [], []
     for _ in range(BLOCKS):
         there = back = 0.0
-        count = _count(mesh, bound, leaves, held, node.no_grad)
         for _ in range(count):
             once = _once(bound, leaves, held, node.no_grad)
             there, back = there + once[0], back + once[1]

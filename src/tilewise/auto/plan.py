@@ -6,6 +6,7 @@ searches. Rank 0 searches and tells the others.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -21,7 +22,7 @@ from tilewise.errors import PlanError, TilewiseError
 from tilewise.graph.captured import Graph, as_tuple, capture
 from tilewise.graph.labels import labels
 from tilewise.graph.parallel import ParallelModel, PlanLike, as_plan
-from tilewise.ops.kept import machine_name, store
+from tilewise.ops.kept import folder, machine_name, store
 from tilewise.plan import Plan
 from tilewise.planner.cost import Setting
 from tilewise.planner.formulate import formulate
@@ -116,9 +117,13 @@ def auto_search(
     setting = Setting(machine, mesh.size, dtype, itemsize, optimizer)
     listed = worth_measuring(list(formulate(graph, setting, with_calls=True).calls.values()))
     measuring = time_calls(mesh, listed, labels(graph.training), device, backend)
+    said = False
     while True:
         try:
             done, total = next(measuring)
+            if not said and mesh.rank == 0:
+                print(f"tilewise: {measuring_text(total)}", file=sys.stderr, flush=True)
+            said = True
         except StopIteration as ended:
             times = ended.value
             break
@@ -134,9 +139,9 @@ def auto_search(
             )  # fmt: skip
         except TilewiseError as error:
             failed = str(error)
-    said = tell(mesh, (failed or "") if mesh.rank == 0 else None)
-    if said:
-        raise PlanError(said)
+    told = tell(mesh, (failed or "") if mesh.rank == 0 else None)
+    if told:
+        raise PlanError(told)
     return found
 
 
@@ -163,6 +168,11 @@ def local_machine(mesh: Mesh, backend: str) -> Generator[str, None, Machine]:
     if mesh.rank == 0:
         keep(machine, mesh.size, backend)
     return Machine.from_json(text)
+
+
+def measuring_text(count: int) -> str:
+    """Say what takes so long."""
+    return f"measuring {count} splits of layers for the plan; they are kept in {folder()}"
 
 
 def keep(machine: Machine, ranks: int, backend: str) -> None:
