@@ -123,6 +123,13 @@ def test_weak_scaling_of_cosmoflow(
     assert ideal * few / many == pytest.approx(ideal, rel=0.02)
 
 
+def test_weak_scaling_of_the_unet() -> None:
+    """Published: 28.4 on 1,024 GPUs over 32; predicted is all of 32."""
+    few = predict(unet(2), "n2 d16").cost.seconds
+    many = predict(unet(64), "n64 d16").cost.seconds
+    assert 32 * few / many == pytest.approx(32, rel=0.01)
+
+
 def test_activations_and_error_signals_of_cosmoflow() -> None:
     """Published: 0.824, 6.59 and 52.7 GiB a sample; all tensors twice come within 8 %."""
     for size, published in ((128, 0.824), (256, 6.59), (512, 52.7)):
@@ -173,8 +180,8 @@ def layer_wise(name: str, extent: int, devices: int) -> Found:
 @pytest.mark.parametrize(
     ("name", "extent", "published", "miss"),
     [
-        ("alexnet", 224, 12.2, -0.17),
-        ("vgg16", 224, 14.8, -0.03),
+        ("alexnet", 224, 12.2, -0.16),
+        ("vgg16", 224, 14.8, -0.02),
         ("inception_v3", 299, 15.5, -0.17),
     ],
 )

@@ -10,9 +10,10 @@ any machine is in the code.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -191,6 +192,13 @@ class Machine(_Part):
     def timed(self) -> dict[str, CallTime]:
         """The table of measured calls by key."""
         return {row.call: row for row in self.call_times}
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Machine:
+        """Copy with changes; what was computed from the old numbers is not copied."""
+        found = super().model_copy(update=update, deep=deep)
+        for name in ("measured", "timed"):
+            found.__dict__.pop(name, None)
+        return found
 
     def to_json(self) -> str:
         """Return the machine as JSON text."""
