@@ -15,15 +15,15 @@ from torch import nn
 from torch.nn import functional as F
 
 import tilewise as tw
+from measured_here import keep_rates, rates_here
 from tilewise import Graph, Mesh, Plan, capture
 from tilewise.auto import calls as timing
 from tilewise.auto.plan import auto_search
 from tilewise.auto.tell import tell
 from tilewise.errors import PlanError
-from tilewise.ops.kept import machine_name
 from tilewise.planner.cost import Setting
 from tilewise.planner.formulate import formulate
-from tilewise.planner.machine import CallTime, Machine, MachineError, load_machine, local_path
+from tilewise.planner.machine import CallTime, MachineError, load_machine
 from tilewise.planner.solve import evaluate
 from tilewise.testing import ranks
 
@@ -36,13 +36,6 @@ def net() -> nn.Module:
         nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.MaxPool2d(2),
         nn.Dropout(0.1), nn.Conv2d(6, 8, 3, padding=1), nn.Flatten(), nn.Linear(8 * 4 * 4, 5),
     )  # fmt: skip
-
-
-def here(devices: int) -> Machine:
-    """Return rates as if measured here, so that a test only measures calls."""
-    sources = {"all rates": f"{machine_name()} torch {torch.__version__}"}
-    update = {"name": "local", "sources": sources, "devices_per_node": devices}
-    return load_machine("lassen").model_copy(update=update)
 
 
 def split(mesh: Mesh, folder: str, memory: str | None) -> tuple[str, int, float]:
@@ -65,9 +58,7 @@ def split(mesh: Mesh, folder: str, memory: str | None) -> tuple[str, int, float]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
-    with mock.patch.dict(os.environ, {"TILEWISE_CACHE": str(tmp_path)}):
-        for devices in (2, 3):
-            local_path(devices).write_text(here(devices).to_json())
+    keep_rates(tmp_path, 2, 3)
     return str(tmp_path)
 
 
@@ -125,7 +116,7 @@ def graph() -> Graph:
 
 def test_measured_calls_take_the_place_of_the_model() -> None:
     captured = graph()
-    setting = Setting(here(2), 2, "float32", 4, "adam")
+    setting = Setting(rates_here(2), 2, "float32", 4, "adam")
     listed = formulate(captured, setting, with_calls=True).calls
     convolution = [one for one in listed.values() if one.node.name == "5"]
     assert {str(one.split) for one in convolution} == {"1", "n2", "h2", "w2", "c2", "f2"}
@@ -158,7 +149,7 @@ def test_sums_hide_as_far_as_the_machine_says() -> None:
     captured = graph()
     seconds = []
     for share in (0.0, 0.5, 1.0):
-        machine = here(2).model_copy(update={"overlap_sums": share})
+        machine = rates_here(2).model_copy(update={"overlap_sums": share})
         found = formulate(captured, Setting(machine, 2, "float32", 4, "adam"))
         cost = evaluate(found.problem, found.choice(Plan.uniform(captured, "n2")))
         seconds.append(cost.seconds)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from tilewise.ops.tune import settle
 from tilewise.planner.calls import SplitCall
 from tilewise.planner.machine import CallTime
 
-HOPELESS = 2.5  # how many times its best split's time a split may take to be worth measuring
+HOPELESS = 2.5  # how many times its best split's time a long call may take to be worth measuring
+LONG = 0.02  # seconds
 BLOCKS = 3
 BLOCK_S = 0.02
 AT_ONCE = 64  # calls between two times that what was measured is kept
@@ -35,11 +37,11 @@ def cache_file(mesh: Mesh, backend: str) -> Path:
 
 
 def worth_measuring(calls: Sequence[SplitCall]) -> list[SplitCall]:
-    """Leave out what the model of the machine says is hopeless."""
+    """Leave out long calls under splits that the model of the machine says are hopeless."""
     best: dict[str, float] = {}
     for one in calls:
         best[one.call] = min(best.get(one.call, float("inf")), one.modelled_s)
-    return [one for one in calls if one.modelled_s <= HOPELESS * best[one.call]]
+    return [one for one in calls if one.modelled_s <= max(LONG, HOPELESS * best[one.call])]
 
 
 def time_calls(
@@ -60,10 +62,12 @@ def time_calls(
     everywhere = mesh.total([float(one is not None) for one in known] or [0.0], layer="auto")
     missing = [one for one, ranks in zip(calls, everywhere) if ranks < mesh.size]
     found = {one.key: times for one, times in zip(calls, known) if times is not None}
+    nothing = _empty_backward(device)
     for begin in range(0, len(missing), AT_ONCE):
         times: list[float] = []
         for number, one in enumerate(missing[begin : begin + AT_ONCE], start=begin):
-            times += _time(mesh, one, labels, device)
+            there, back = _time(mesh, one, labels, device)
+            times += there, max(back - nothing, 0.1 * back)
             yield number + 1, len(missing)
         longest = slowest(mesh, times)
         new = {
@@ -146,6 +150,20 @@ def _once(
     torch.autograd.grad(outs, tracked, seeds, allow_unused=True)
     settle(leaves[0])
     return middle - start, time.perf_counter() - begin
+
+
+def _empty_backward(device: torch.device) -> float:
+    """Return what a backward pass takes that computes nothing: a step has one, not one a call."""
+    leaf = torch.zeros(1, device=device, requires_grad=True)
+    times = []
+    for _ in range(50):
+        copy = leaf.clone()
+        settle(leaf)
+        start = time.perf_counter()
+        torch.autograd.grad([copy], [leaf], [copy.detach()])
+        settle(leaf)
+        times.append(time.perf_counter() - start)
+    return median(times)
 
 
 def _drawn(value: Value, where: Any, rank: int, device: torch.device) -> Tensor:

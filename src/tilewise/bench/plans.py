@@ -108,12 +108,12 @@ def measure_plans(
     text = tell(mesh, None if found is None else json.dumps(_plans(found)))
     plans = [(name, Plan.from_json(plan), seconds) for name, plan, seconds in json.loads(text)]
     times: list[list[float]] = [[] for _ in plans]
-    for number in range(rounds + 1):  # the first one tunes convolutions, and is not counted
+    for number in range(1, rounds + 1):
         for (name, plan, _), seconds in zip(plans, times, strict=True):
             yield f"round {number} of {rounds}: {name}"
             seconds.append(_measured(mesh, model, graph, plan, inputs, targets))
     rows = [
-        PlanRow(name, predicted, median(seconds[1:]))
+        PlanRow(name, predicted, median(seconds))
         for (name, _, predicted), seconds in zip(plans, times, strict=True)
     ]
     layers = {name: str(degrees) for name, degrees in plans[0][1].layers.items()}
@@ -128,7 +128,7 @@ def _measured(
     inputs: Sequence[Tensor],
     targets: tuple[Tensor, ...],
 ) -> float:
-    """Return the seconds of a step on the slowest rank, after a first one."""
+    """Return the seconds of a step on the slowest rank, after a first one that tunes."""
     step = split_step(mesh, ParallelModel(model, graph, plan, mesh), inputs, targets)
     step()
     times = []
