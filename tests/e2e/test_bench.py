@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 
+from measured_here import keep_rates, tilewise_here
+from tilewise.bench.plans import spearman
 from tilewise.cli import main
 
 
@@ -115,3 +119,35 @@ def test_bad_input_is_one_clear_line(
     assert ended.value.code == 2
     assert message in errors
     assert len(errors.strip().splitlines()) == 1
+
+
+def test_plans(tmp_path: Path) -> None:
+    keep_rates(tmp_path, 2)
+    model = tmp_path / "small.py"
+    model.write_text(
+        "from torch import nn\n"
+        "def net():\n"
+        "    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3),"
+        " nn.Flatten(), nn.Linear(64, 3))\n"
+    )
+    found = tilewise_here(
+        tmp_path, "bench", "plans", f"{model}:net", "--input", "4x3x8x8", "--rounds", "1"
+    )
+    assert len(found["rows"]) >= 11
+    assert found["rows"][0]["plan"] == "auto"
+    assert set(found["layers"]) >= {"0", "2", "4"}
+    for row in found["rows"]:
+        off = abs(row["predicted_s"] - row["measured_s"]) / row["measured_s"]
+        assert row["error"] == pytest.approx(off)
+    fastest = min(row["measured_s"] for row in found["rows"])
+    assert found["regret"] == pytest.approx(found["rows"][0]["measured_s"] / fastest)
+    assert found["median_error"] == pytest.approx(median(row["error"] for row in found["rows"]))
+    assert -1 <= found["rank_correlation"] <= 1
+    assert found["rows"][0]["predicted_s"] == min(row["predicted_s"] for row in found["rows"])
+
+
+def test_rank_correlation_shares_ranks() -> None:
+    assert spearman([1, 2, 3], [10, 20, 40]) == pytest.approx(1.0)
+    assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1.0)
+    assert spearman([1, 1, 2], [5, 5, 7]) == pytest.approx(1.0)
+    assert spearman([1, 1], [1, 2]) == 0.0

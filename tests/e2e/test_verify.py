@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from measured_here import keep_rates, tilewise_here
 from tilewise.cli import main
 
 COMMAND = [sys.executable, "-m", "tilewise", "verify"]
@@ -109,3 +110,13 @@ def test_bad_input_is_one_clear_line(
     assert message in errors
     assert "Traceback" not in errors
     assert len(errors.strip().splitlines()) == 1
+
+
+def test_the_auto_plan_is_equal_too(tmp_path: Path) -> None:
+    keep_rates(tmp_path, 2)
+    path = tmp_path / "net.py"
+    path.write_text(NET)
+    found = tilewise_here(tmp_path, "verify", f"{path}:Net", "--input", "2x3x9x8", "--plan", "auto")
+    assert found["ok"]
+    assert found["plan"] == "auto"
+    assert list(tmp_path.glob("calls-2-*.json"))

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tilewise.auto import parallelize
+from tilewise.auto.tell import slowest
 from tilewise.bench.memory import LiveBytes
-from tilewise.bench.timing import slowest, spread
+from tilewise.bench.timing import spread
 from tilewise.comm import Mesh
-from tilewise.graph import parallelize
+from tilewise.graph import ParallelModel
 from tilewise.testing.verify import LOSSES, draw_targets
 
 Step = Callable[[], None]
@@ -58,7 +60,8 @@ def measure_model(
     first = mesh.rank == 0
     serial = _serial_step(copy.deepcopy(model), inputs, targets, loss) if first else None
     with_ddp = _ddp_step(mesh, copy.deepcopy(model), inputs, targets, loss)
-    split = _split_step(mesh, model, inputs, plan, targets)
+    parallel = parallelize(model, tuple(inputs), plan, loss=loss, targets=targets, mesh=mesh)
+    split = split_step(mesh, parallel, inputs, targets)
     peaks = [_peak(split), 0]
     if serial is not None:
         peaks[1] = _peak(serial)
@@ -109,14 +112,11 @@ def _ddp_step(
     return _serial_step(wrapped, [x[part] for x in inputs], [t[part] for t in targets], loss)
 
 
-def _split_step(
-    mesh: Mesh,
-    model: nn.Module,
-    inputs: Sequence[Tensor],
-    plan: Any,
-    targets: tuple[Tensor, ...],
+def split_step(
+    mesh: Mesh, split: ParallelModel, inputs: Sequence[Tensor], targets: tuple[Tensor, ...]
 ) -> Step:
-    split, compute = split_loss(mesh, model, inputs, plan, targets)
+    """Return a training step on this rank's slabs."""
+    compute = split_loss(mesh, split, inputs, targets)
     optimizer = torch.optim.SGD(split.parameters(), lr=1e-6, momentum=0.9)
 
     def step() -> None:
@@ -128,16 +128,14 @@ def _split_step(
 
 
 def split_loss(
-    mesh: Mesh, model: nn.Module, inputs: Sequence[Tensor], plan: Any, targets: tuple[Tensor, ...]
-) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """Split a model; returns it and what computes its loss on this rank's slabs."""
-    loss = LOSSES["mse"]
-    split = parallelize(model, tuple(inputs), plan, loss=loss, targets=targets, mesh=mesh)
+    mesh: Mesh, split: ParallelModel, inputs: Sequence[Tensor], targets: tuple[Tensor, ...]
+) -> Callable[[], Tensor]:
+    """Return what computes the loss on this rank's slabs."""
     slabs = [
         tensor[layout.slab(mesh.rank)].contiguous()
         for tensor, layout in zip((*inputs, *targets), split.input_layouts, strict=True)
     ]
-    return split, lambda: split.loss(*slabs)
+    return lambda: split.loss(*slabs)
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:

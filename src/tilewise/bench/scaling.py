@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from tilewise.auto.tell import slowest
 from tilewise.bench.layers import LayerCase, measure
 from tilewise.bench.model import split_loss, timed
-from tilewise.bench.timing import slowest
 from tilewise.comm import Mesh
-from tilewise.testing.verify import draw_targets
+from tilewise.graph import parallelize
+from tilewise.testing.verify import LOSSES, draw_targets
 
 DIMS = {"n": 0, "c": 1}
 
@@ -57,7 +58,9 @@ def measure_model_point(
     grown = tuple(n * mesh.size if weak and i == dim else n for i, n in enumerate(shape))
     inputs = [torch.randn(grown, generator=torch.Generator().manual_seed(1))]
     plan = f"{letter}{mesh.size}" if mesh.size > 1 else "1"
-    split, loss = split_loss(mesh, model, inputs, plan, draw_targets(model, inputs, "mse"))
+    targets = draw_targets(model, inputs, "mse")
+    split = parallelize(model, tuple(inputs), plan, loss=LOSSES["mse"], targets=targets, mesh=mesh)
+    loss = split_loss(mesh, split, inputs, targets)
     times: list[tuple[float, float]] = []
     for _ in range(rounds + 1):
         split.zero_grad()

@@ -210,10 +210,10 @@ class Relaxation:
         table = self.live.tables[link.table]
         if link.first == v:
             offer = _lowest(part, link.first_labels, len(table.sources)) - self._to_first[k]
-            self._to_second[k] = self._to_targets(k, offer)
+            self._to_second[k] = self._cheapest(k, offer, forth=True)
         else:
             offer = _lowest(part, link.second_labels, len(table.targets)) - self._to_second[k]
-            self._to_first[k] = self._to_sources(k, offer)
+            self._to_first[k] = self._cheapest(k, offer, forth=False)
 
     def _across(self, k: int, v: int, cost: Floats) -> Floats:
         """Return, by label of the other end, the least of `cost` at v plus the reduced table."""
@@ -221,9 +221,9 @@ class Relaxation:
         table = self.live.tables[link.table]
         if link.first == v:
             offer = _lowest(cost, link.first_labels, len(table.sources)) - self._to_first[k]
-            return np.asarray(self._to_targets(k, offer) - self._to_second[k])
+            return np.asarray(self._cheapest(k, offer, forth=True) - self._to_second[k])
         offer = _lowest(cost, link.second_labels, len(table.targets)) - self._to_second[k]
-        return np.asarray(self._to_sources(k, offer) - self._to_first[k])
+        return np.asarray(self._cheapest(k, offer, forth=False) - self._to_first[k])
 
     def _from_label(self, k: int, v: int, label: int) -> Floats:
         """Return the reduced table by v's labels, with the other end's label given."""
@@ -238,32 +238,24 @@ class Relaxation:
         labels = link.first_labels if link.first == parent else link.second_labels
         below[parent] = below[parent] + message[labels]
 
-    def _to_targets(self, k: int, offer: Floats) -> Floats:
-        """Return min over sources of offer + table; unknown moves cost nothing."""
-        link = self.live.links[k]
-        table, weighted = self.live.tables[link.table], self._tables[link.table]
-        shared = _scaled(weighted, link.share[table.columns][None, :])
-        known: Floats = (offer[table.rows][:, None] + shared).min(0)
-        if table.whole:
-            return known
-        rest = offer.copy()
-        rest[table.rows] = np.inf
-        result = np.full(len(table.targets), offer.min())
-        result[table.columns] = np.minimum(known, rest.min())
-        return result
+    def _cheapest(self, k: int, offer: Floats, *, forth: bool) -> Floats:
+        """Return the least of offer + table by label of the other end; unknown moves cost nothing.
 
-    def _to_sources(self, k: int, offer: Floats) -> Floats:
-        """Return min over targets of offer + table; unknown moves cost nothing."""
+        Offers come from the sources and go `forth` to the targets, or the other way.
+        """
         link = self.live.links[k]
         table, weighted = self.live.tables[link.table], self._tables[link.table]
-        shared = _scaled(weighted, link.share[table.columns][None, :])
-        known: Floats = (offer[table.columns][None, :] + shared).min(1)
+        moves = _scaled(weighted, link.share[table.columns][None, :])
+        here, there, count = table.rows, table.columns, len(table.targets)
+        if not forth:
+            moves, here, there, count = moves.T, there, here, len(table.sources)
+        known: Floats = (offer[here][:, None] + moves).min(0)
         if table.whole:
             return known
         rest = offer.copy()
-        rest[table.columns] = np.inf
-        result = np.full(len(table.sources), offer.min())
-        result[table.rows] = np.minimum(known, rest.min())
+        rest[here] = np.inf
+        result = np.full(count, offer.min())
+        result[there] = np.minimum(known, rest.min())
         return result
 
     def _row(self, k: int, label: int) -> Floats:
