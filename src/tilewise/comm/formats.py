@@ -1,4 +1,4 @@
-"""In which order a tensor's elements lie in memory."""
+"""Where a tensor's elements lie in memory, and in which order."""
 
 from __future__ import annotations
 
@@ -14,3 +14,8 @@ def memory_format(tensor: Tensor) -> torch.memory_format:
     if last is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=last):
         return torch.contiguous_format
     return last
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are views of the same memory, real or not."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
