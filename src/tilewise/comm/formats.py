@@ -18,4 +18,4 @@ def memory_format(tensor: Tensor) -> torch.memory_format:
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are views of the same memory, real or not."""
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)

@@ -18,7 +18,7 @@ import numpy as np
 from tilewise.graph.graph import Node
 from tilewise.graph.lower import Planned
 from tilewise.graph.rule import Lowered
-from tilewise.planner.cost import PASSES, STATES, VIEWS, Setting, call_options, memory_s
+from tilewise.planner.cost import PASSES, STATES, VIEWS, Floats, Setting, call_options, memory_s
 from tilewise.planner.follow import simple
 from tilewise.planner.price import link_s, sum_s
 from tilewise.simulate.record import Kernel, Message, Segment, Sum
@@ -96,17 +96,17 @@ class Call:
         if not segment.calls:
             return 0.0
         moved = self._passes[backward]
-        return float(memory_s(self.setting.machine, np.float64(moved)))
+        return float(memory_s(self.setting.machine, _array(moved)))
 
     def _kernel_s(self, kernel: Kernel, backward: bool) -> float:
         machine, setting = self.setting.machine, self.setting
-        flops = np.float64(kernel.flops / kernel.gradients)
+        flops = _array(kernel.flops / kernel.gradients)
         arithmetic = float(
-            machine.arithmetic_s(self.node.kind, setting.dtype, flops, np.float64(self._channels))
+            machine.arithmetic_s(self.node.kind, setting.dtype, flops, _array(self._channels))
         )
         if backward:
             arithmetic /= machine.rates(setting.dtype).backward_share
-        moved = float(memory_s(machine, np.float64(self.brought + self.given + self.blocks)))
+        moved = float(memory_s(machine, _array(self.brought + self.given + self.blocks)))
         return kernel.gradients * max(arithmetic + machine.call_s, moved)
 
     @cached_property
@@ -133,7 +133,7 @@ class Call:
     def optimizer_s(self) -> float:
         """Seconds in which the optimizer updates the call's blocks."""
         moved = self.blocks * (3 + 2 * STATES[self.setting.optimizer])
-        return float(memory_s(self.setting.machine, np.float64(moved)))
+        return float(memory_s(self.setting.machine, _array(moved)))
 
 
 class Prices:
@@ -155,7 +155,9 @@ class Prices:
         tags = dict.fromkeys(e.tag for e in segment.events if isinstance(e, Message))
         for tag in tags:
             group = [
-                (i, e) for i, e in enumerate(segment.events) if isinstance(e, Message) and e.tag == tag
+                (i, e)
+                for i, e in enumerate(segment.events)
+                if isinstance(e, Message) and e.tag == tag
             ]
             seconds = self.messages_s(e for _, e in group)
             if group[0][1].kind in HIDDEN:
@@ -175,24 +177,28 @@ class Prices:
     def messages_s(self, messages: Iterable[Message]) -> float:
         """Return the seconds in which messages that are under way together arrive."""
         machine = self.setting.machine
-        near, far = [], []
+        near: list[int] = []
+        far: list[int] = []
         for message in messages:
             if not message.sent:
                 same = message.peer // self.setting.node == self.rank // self.setting.node
                 (near if same else far).append(message.bytes)
-        return sum(
-            float(link_s(link, np.float64(sum(sizes)), np.float64(len(sizes))))
-            for link, sizes in ((machine.node, near), (machine.network, far))
-        )
+        by_link = ((machine.node, near), (machine.network, far))
+        seconds = [link_s(link, _array(sum(some)), _array(len(some))) for link, some in by_link]
+        return float(sum(seconds))
 
     def sum_s(self, one: Sum) -> float:
         """Return the seconds of an all-reduce."""
         node = self.setting.node
         inside = len({rank // node for rank in one.ranks}) == 1
         span = 1.0 if inside else node + 1.0
-        size, count = np.float64(one.bytes), np.float64(len(one.ranks))
-        return float(sum_s(self.setting.machine, size, count, np.float64(span)))
+        size, count = _array(one.bytes), _array(len(one.ranks))
+        return float(sum_s(self.setting.machine, size, count, _array(span)))
 
     @property
     def optimizer_s(self) -> float:
         return sum(call.optimizer_s for call in self.calls.values())
+
+
+def _array(number: float) -> Floats:
+    return np.asarray(number, np.float64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,7 @@ from tilewise.graph import Graph, ParallelModel
 from tilewise.graph.executable import Executable
 from tilewise.graph.lower import Planned
 from tilewise.graph.steps import Step
+from tilewise.graph.template import rebuild
 from tilewise.plan import Plan
 from tilewise.planner.cost import STATES, TEMPORARIES
 from tilewise.simulate.mesh import SimulatedMesh
@@ -35,7 +36,6 @@ class RankRun:
     block_bytes: int
     state_bytes: int
     other_bytes: int
-    blocks: dict[str, int] = field(default_factory=dict)
 
     @property
     def flops(self) -> int:
@@ -121,11 +121,15 @@ def run_rank(
         del outputs, ends
     mesh.recorder = None
     moment = TEMPORARIES[optimizer] * max(map(_bytes, parameters), default=0)
-    held = {name: _bytes(tensor) for name, tensor in split.named_parameters()}
     return RankRun(
-        rank, run.planned, list(recorder.segments.values()), max(recorder.peak, recorder.now + moment),
-        blocks, states, sum(map(_bytes, others)), held,
-    )  # fmt: skip
+        rank,
+        run.planned,
+        list(recorder.segments.values()),
+        peak_bytes=max(recorder.peak, recorder.now + moment),
+        block_bytes=blocks,
+        state_bytes=states,
+        other_bytes=sum(map(_bytes, others)),
+    )
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -136,8 +140,6 @@ def _on_meta(model: nn.Module) -> nn.Module:
     """Return the model if it has no values, or one like it that has none."""
     if all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return model
-    from tilewise.graph.template import rebuild
-
     return rebuild(
         model,
         lambda _, p: nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad),

@@ -88,7 +88,7 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def step(self, layer: str) -> Iterator[None]:
         """Run one step of the program, a layer's."""
-        self._starts.append(torch.autograd._get_sequence_nr())
+        self._starts.append(_sequence())
         self._layers.append(layer)
         self._inside = layer
         self.here()
@@ -100,6 +100,7 @@ class Recorder(TorchDispatchMode):
     def here(self, layer: str | None = None) -> Segment:
         """Return the segment of what runs now; `layer` where the caller knows it."""
         node = torch._C._current_autograd_node()
+        found: str | None
         if node is None:
             phase, found = "forward", self._inside
         elif self._inside is not None:
@@ -107,7 +108,7 @@ class Recorder(TorchDispatchMode):
         else:
             number = node._sequence_nr()
             index = bisect_right(self._starts, number) - 1
-            known = index >= 0 and number <= torch.autograd._get_sequence_nr()
+            known = index >= 0 and number <= _sequence()
             phase, found = "backward", self._layers[index] if known else None
         key = (layer or found or "", phase)
         if key not in self.segments:
@@ -147,6 +148,11 @@ class Recorder(TorchDispatchMode):
         """Let go of what is no longer alive."""
         for key in [key for key, (storage, _) in self.live.items() if storage.expired()]:
             self.now -= self.live.pop(key)[1]
+
+
+def _sequence() -> int:
+    """Return the number that autograd gives the next node."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
 def _storages(tree: Any) -> list[UntypedStorage]:

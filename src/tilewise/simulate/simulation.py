@@ -66,10 +66,15 @@ class Simulation:
         }
 
     @cached_property
+    def slowest(self) -> list[Priced]:
+        """The segments, each with the seconds of the slowest of the simulated ranks."""
+        return slowest(list(self.priced.values()))
+
+    @cached_property
     def timeline(self) -> Timeline:
         """The step, in which every layer waits for the slowest of the simulated ranks."""
         optimizer = max(prices.optimizer_s for prices in self._prices.values())
-        return lay(slowest(list(self.priced.values())), optimizer, self.machine.overlap_halo)
+        return lay(self.slowest, optimizer, self.machine.overlap_halo)
 
     @property
     def step_seconds(self) -> float:
@@ -88,7 +93,9 @@ class Simulation:
     @cached_property
     def agreement(self) -> Agreement:
         """Compare with what the planner says of the same plan."""
-        found = [d for run in self.runs for d in differences(self.payload, run.rank, run.received())]
+        found = [
+            d for run in self.runs for d in differences(self.payload, run.rank, run.received())
+        ]
         priced = planned_cost(self.graph, self.plan, self.setting)
         if priced is None:
             return Agreement(None, None, self.payload.bytes, None, None, tuple(found))
