@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tilewise.errors import PlanError
 from tilewise.graph import Graph, capture
+from tilewise.plan import Plan
 from tilewise.planner.machine import Machine
 from tilewise.planner.search import search
 from tilewise.simulate.simulation import Simulation, simulate
@@ -82,23 +83,27 @@ class Sweep:
         """Capture the model for inputs of these shapes."""
         return capture(self.model, self._inputs(shapes), self.loss)
 
-    def _inputs(self, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
-        return tuple(torch.empty(shape, dtype=self.dtype, device="meta") for shape in shapes)
-
-    def _point(self, graph: Graph, shapes: tuple[tuple[int, ...], ...], count: int) -> Point:
+    def best(self, graph: Graph, devices: int) -> Plan:
+        """Return the planner's plan for so many devices."""
         found = search(
             graph,
-            devices=count,
+            devices=devices,
             machine=self.machine,
             memory=self.memory,
             optimizer=self.optimizer,
             dtype=self.dtype,
             time_limit=self.time_limit,
         )
+        return found.plan
+
+    def _inputs(self, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
+        return tuple(torch.empty(shape, dtype=self.dtype, device="meta") for shape in shapes)
+
+    def _point(self, graph: Graph, shapes: tuple[tuple[int, ...], ...], count: int) -> Point:
         simulation = simulate(
             self.model,
             graph,
-            found.plan,
+            self.best(graph, count),
             devices=count,
             machine=self.machine,
             optimizer=self.optimizer,
