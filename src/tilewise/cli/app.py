@@ -9,6 +9,7 @@ import typer
 from tilewise.cli.bench import bench_app
 from tilewise.cli.calibrate import calibrate
 from tilewise.cli.data import data_app
+from tilewise.cli.doctor import doctor
 from tilewise.cli.plan import plan
 from tilewise.cli.simulate import simulate
 from tilewise.cli.verify import verify
@@ -24,6 +25,7 @@ app.command()(verify)
 app.command()(plan)
 app.command()(simulate)
 app.command()(calibrate)
+app.command()(doctor)
 app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
 

@@ -52,7 +52,7 @@ def simulate(
     optimizer: Annotated[str, typer.Option(help="sgd, momentum, rmsprop, adam, adamw")] = "adam",
     dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16")] = "float32",
     arg: Annotated[list[str] | None, typer.Option(help="key=value for the model; repeats")] = None,
-    time_limit: Annotated[float, typer.Option(min=0.1, help="seconds to search a plan")] = 30.0,
+    time_limit: Annotated[float, typer.Option(min=0.1, help="seconds to search a plan")] = 10.0,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Run the split program of MODEL on ranks of a world that need not be at hand."""

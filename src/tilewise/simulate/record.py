@@ -131,8 +131,10 @@ class Recorder(TorchDispatchMode):
             backward = func._overloadpacket is aten.convolution_backward
             several = sum(map(bool, args[10][:2])) if backward else 1
             segment.events.append(Kernel(str(func._overloadpacket), flops, max(several, 1)))
-        self._forget()
-        self._note([storage for storage in _storages(out) if storage._cdata not in given])
+        fresh = [storage for storage in _storages(out) if storage._cdata not in given]
+        if fresh:
+            self._forget()
+            self._note(fresh)
         segment.peak_bytes = max(segment.peak_bytes, self.now)
         segment.end_bytes = self.now
         return out
@@ -146,7 +148,8 @@ class Recorder(TorchDispatchMode):
 
     def _forget(self) -> None:
         """Let go of what is no longer alive."""
-        for key in [key for key, (storage, _) in self.live.items() if storage.expired()]:
+        expired = UntypedStorage._expired
+        for key in [key for key, (storage, _) in self.live.items() if expired(storage.cdata)]:
             self.now -= self.live.pop(key)[1]
 
 
