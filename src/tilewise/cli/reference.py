@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-import click
 import typer
 
 from tilewise.cli.app import app
@@ -20,7 +20,7 @@ def reference() -> str:
     )
 
 
-def _leaves(command: click.Command, name: str) -> Iterator[tuple[str, click.Command]]:
+def _leaves(command: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield the commands that do something, with the words that call them."""
     subcommands = getattr(command, "commands", None)
     if subcommands is None:
@@ -30,7 +30,7 @@ def _leaves(command: click.Command, name: str) -> Iterator[tuple[str, click.Comm
         yield from _leaves(one, f"{name} {word}")
 
 
-def _page(name: str, command: click.Command) -> Iterator[str]:
+def _page(name: str, command: Any) -> Iterator[str]:
     shown = [one for one in command.params if one.name != "help"]
     arguments = [str(one.name).upper() for one in shown if one.param_type_name == "argument"]
     yield f"## {name}\n"
@@ -42,13 +42,13 @@ def _page(name: str, command: click.Command) -> Iterator[str]:
     yield ""
 
 
-def _named(parameter: click.Parameter) -> str:
+def _named(parameter: Any) -> str:
     if parameter.param_type_name == "argument":
         return str(parameter.name).upper()
     return ", ".join([*parameter.opts, *parameter.secondary_opts])
 
 
-def _default(parameter: click.Parameter) -> str:
+def _default(parameter: Any) -> str:
     value = parameter.default
     if parameter.required:
         return "needed"
