@@ -9,7 +9,9 @@ import typer
 from tilewise.cli.bench import bench_app
 from tilewise.cli.calibrate import calibrate
 from tilewise.cli.data import data_app
+from tilewise.cli.doctor import doctor
 from tilewise.cli.plan import plan
+from tilewise.cli.simulate import simulate
 from tilewise.cli.verify import verify
 from tilewise.errors import TilewiseError
 
@@ -21,7 +23,9 @@ app = typer.Typer(
 )
 app.command()(verify)
 app.command()(plan)
+app.command()(simulate)
 app.command()(calibrate)
+app.command()(doctor)
 app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewise.comm.chain import Chain, token_of
-from tilewise.comm.formats import memory_format
+from tilewise.comm.formats import memory_format, same_memory
 from tilewise.comm.frame import Box, Frame, overlap
 from tilewise.comm.mesh import Group, Mesh
 from tilewise.errors import CommError
@@ -46,9 +46,9 @@ class Exchange:
         target = Cover.of(target) if isinstance(target, Layout) else target
         self.mesh = mesh
         self.layer = layer
-        move = Move(source, target)
-        self.forth = _Way(mesh, move, layer, fill)
-        self.back = _Way(mesh, move.adjoint, f"{layer} (backward)", 0.0)
+        self.move = Move(source, target)
+        self.forth = _Way(mesh, self.move, layer, fill)
+        self.back = _Way(mesh, self.move.adjoint, f"{layer} (backward)", 0.0)
 
     @property
     def core(self) -> Box | None:
@@ -171,7 +171,7 @@ class _ExchangeFunction(torch.autograd.Function):
         ctx.exchange = exchange
         ctx.differentiable = tensor.is_floating_point() or tensor.is_complex()
         out = exchange.start(tensor).finish()
-        if out.data_ptr() == tensor.data_ptr():
+        if same_memory(out, tensor):
             out = out.clone()
         return out, None if token is None else token.clone()
 
@@ -244,7 +244,7 @@ class _Way:
 
     def _post(self, source: Tensor | Frame, like: Tensor) -> Pending:
         """Start all messages; `like` says of which kind the values are."""
-        tag = self.tag * _KINDS + _KIND.get(like.dtype, _KINDS - 1)
+        tag = self.tag * KINDS + _KIND.get(like.dtype, KINDS - 1)
         incoming: list[tuple[Message, Tensor | None, Any]] = []
         for message in self.receives:
             if message.peer == self.mesh.rank:
@@ -325,7 +325,7 @@ class Pending:
 
 # A message's tag carries the dtype: a rank that brings another one than its peer does must not
 # meet it, for gloo would fill a part of the buffer and say nothing.
-_KINDS = 16
+KINDS = 16
 _KIND = {
     dtype: kind
     for kind, dtype in enumerate(

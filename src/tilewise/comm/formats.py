@@ -1,4 +1,4 @@
-"""In which order a tensor's elements lie in memory."""
+"""Where a tensor's elements lie in memory, and in which order."""
 
 from __future__ import annotations
 
@@ -25,3 +25,8 @@ def formatted(tensor: Tensor, *, last: bool) -> Tensor:
     """Return a tensor with its channels innermost in memory, or outermost."""
     format = CHANNELS_LAST.get(tensor.dim(), torch.contiguous_format) if last else None
     return tensor.contiguous(memory_format=format or torch.contiguous_format)
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are views of the same memory, real or not."""
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)

@@ -401,7 +401,7 @@ def _create(options: Any, _: Any = None) -> Group:
 def tell_torch() -> None:
     """Set the variables by which torch.distributed finds its ranks, unless they are set."""
     comm = MPI.COMM_WORLD
-    if "RANK" in os.environ or comm.size == 1:
+    if "RANK" in os.environ:
         return
     near = comm.Split_type(MPI.COMM_TYPE_SHARED)
     host = "127.0.0.1" if near.size == comm.size else socket.gethostname()
@@ -425,4 +425,5 @@ def _free_port() -> int:
 
 if NAME.upper() not in dist.Backend._plugins:
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices="cpu")
-    tell_torch()
+    if MPI.COMM_WORLD.size > 1:
+        tell_torch()

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from tilewise.comm import Chain
 from tilewise.comm.chain import passed
+from tilewise.comm.formats import same_memory
 from tilewise.graph.shares import Use
 from tilewise.ops.draws import Draws
 
@@ -85,9 +86,8 @@ class Stretch(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
         outputs = body([tensor.detach() for tensor in inputs], Chain(), False)
-        given = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         outputs = tuple(  # a view of an input could not be written in place later
-            t.clone() if t.untyped_storage().data_ptr() in given else t for t in outputs
+            t.clone() if any(same_memory(t, given) for given in inputs) else t for t in outputs
         )
         ctx.mark_non_differentiable(*(t for t in outputs if not t.is_floating_point()))
         return token.clone(), *outputs

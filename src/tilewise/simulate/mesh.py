@@ -1,0 +1,135 @@
+"""One rank of a world that is not there: messages are noted, and nobody answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tilewise.comm import Exchange, Mesh
+from tilewise.comm.exchange import KINDS
+from tilewise.comm.mesh import Group
+from tilewise.comm.trace import Trace
+from tilewise.errors import MismatchError
+from tilewise.graph.steps import Step, WriteBack
+from tilewise.layout import Cover
+from tilewise.ops.operation import Bound
+from tilewise.simulate.record import Message, Recorder, Sum
+
+GRADIENTS = "gradients of "
+BACKWARD = " (backward)"
+
+
+class _Done:
+    """A message that has arrived, for all that anyone can tell."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class SimulatedMesh(Mesh):
+    """Rank `rank` of `size`, alone, behind the interface of a mesh.
+
+    It opens no process group. What is sent and summed goes to the recorder.
+    """
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.trace = Trace()
+        self.world_ranks = tuple(range(size))
+        self.rank = rank
+        self.recorder: Recorder | None = None
+        self.kinds: dict[int, str] = {}
+        self._next_tag = 0
+        self._groups = {}
+        self._side = None
+
+    def group(self, ranks: Sequence[int] | None = None) -> Group:
+        """Return the group of some ranks, which nothing joins."""
+        return Group(self.world_ranks if ranks is None else tuple(ranks), None)
+
+    def send(self, buffer: Tensor, peer: int, *, tag: int, layer: str) -> Any:
+        """Note a message to a peer."""
+        self.trace.add("send", layer, (peer,), _bytes(buffer))
+        self._message(buffer, peer, tag, layer, sent=True)
+        return _Done()
+
+    def receive(self, buffer: Tensor, peer: int, *, tag: int, layer: str) -> Any:
+        """Note a message from a peer; the buffer stays as it is."""
+        self._message(buffer, peer, tag, layer, sent=False)
+        return _Done()
+
+    def wait(self, work: Any, operation: str, *, peer: int, layer: str) -> None:
+        """Go on at once."""
+
+    def sum(self, buffer: Tensor, group: Group, *, layer: str, wait: bool = True) -> Any:
+        """Note a sum."""
+        if group.size == 1 or not buffer.numel():
+            return None
+        self.trace.add("sum", layer, group.ranks, _bytes(buffer))
+        if self.recorder is not None:
+            gradients = layer.startswith(GRADIENTS)
+            where = self.recorder.here(None if gradients else _plain(layer))
+            kind = "gradients" if gradients else "sum"
+            where.events.append(Sum(kind, group.ranks, _bytes(buffer)))
+        return _Done()
+
+    def finish(self, work: Any, group: Group, *, layer: str) -> None:
+        """Go on at once."""
+
+    def total(self, numbers: Sequence[float], *, layer: str) -> list[float]:
+        """Note a sum of what hosts know; all others bring what this rank does."""
+        if self.size > 1 and self.recorder is not None:
+            self.trace.add("sum", layer, self.world_ranks, 4 * len(numbers))
+            where = self.recorder.here("output")
+            where.events.append(Sum("sum", self.world_ranks, 4 * len(numbers)))
+        return [float(number) * self.size for number in numbers]
+
+    def agree(self, what: str, facts: object = None, *, error: str | None = None) -> None:
+        """Raise this rank's own error; the others agree."""
+        if error is not None:
+            raise MismatchError(f"{what}: {error}")
+
+    def close(self) -> None:
+        """Do nothing: nothing was opened."""
+
+    def learn(self, steps: Iterable[Step]) -> None:
+        """Learn from a program what its messages are for."""
+        for step in steps:
+            if isinstance(step.run, Bound):
+                self._learn_bound(step.run, [where == "held" for where, _ in step.inputs])
+            else:
+                run = step.run.exchange if isinstance(step.run, WriteBack) else step.run
+                held = isinstance(step.run, WriteBack) or step.inputs[0][0] == "held"
+                self._name(run, "held" if held else "move")
+
+    def _learn_bound(self, bound: Bound, held: list[bool]) -> None:
+        needs = bound.operation.needs
+        for bring, need, is_held in zip(bound.brings, needs, held, strict=True):
+            if bring is not None:
+                home = bring.move.source == Cover.of(need.home)
+                brought = ("gather" if need.cover.partial else "halo") if home else "move"
+                self._name(bring, "held" if is_held else brought)
+        for inner in bound.inner:
+            self._name(inner, "inner")
+        for finish in bound.finishes:
+            if finish is not None:
+                self._name(finish, "scatter")
+
+    def _name(self, exchange: Exchange, kind: str) -> None:
+        self.kinds[exchange.forth.tag] = self.kinds[exchange.back.tag] = kind
+
+    def _message(self, buffer: Tensor, peer: int, tag: int, layer: str, *, sent: bool) -> None:
+        if self.recorder is not None:
+            number = tag // KINDS
+            kind = self.kinds.get(number, "move")
+            where = self.recorder.here(_plain(layer))
+            where.events.append(Message(kind, number, peer, _bytes(buffer), sent))
+
+
+def _bytes(buffer: Tensor) -> int:
+    return buffer.numel() * buffer.element_size()
+
+
+def _plain(layer: str) -> str:
+    return layer.removesuffix(BACKWARD)

@@ -1,0 +1,203 @@
+"""Every code block of the docs runs, and every command in them is one that there is.
+
+Snippets run on four ranks, on a small model that they may take for granted. The page on data and
+the README have tests of their own in test_examples.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import typer
+
+from tilewise import Mesh
+from tilewise.cli import main
+from tilewise.cli.app import app
+from tilewise.cli.reference import reference
+from tilewise.testing.ranks import Pool
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+UNDER_MPI = ("performance.md", "howto/mpi.md")
+ELSEWHERE = ("data.md", "tutorial.md", *UNDER_MPI)
+
+GIVEN = """
+import torch, torch.distributed as dist, torch.nn.functional as F
+import tilewise as tw
+from torch import nn
+from tilewise.models import alexnet, cosmoflow, unet3d
+
+torch.manual_seed(0)
+if PAGE == "concepts.md":
+    model, x = alexnet(width=0.125), torch.randn(4, 3, 64, 64)
+    target = torch.randint(3, (4,))
+else:
+    model = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 3, 1))
+    x, target = torch.randn(4, 1, 16, 16, 16), torch.randint(3, (4, 16, 16, 16))
+pmodel = tw.parallelize(model, x, plan="n2 h2", loss=F.cross_entropy)
+x_slab, t_slab = pmodel.scatter(x, target)
+graph, rank = tw.capture(model, x), dist.get_rank()
+"""
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """Four ranks that are a world of their own, as a script's are."""
+    found = Pool(4, backend="gloo", timeout=120.0)
+    yield found
+    found.close()
+
+
+def on_four_ranks(pool: Pool, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    return pool.run(tuple(range(4)), function, arguments, 120.0, None)
+
+
+def blocks(page: str, *kinds: str) -> list[str]:
+    """Return the code blocks of a page that are marked with one of some words."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```", (DOCS / page).read_text(), re.S | re.M)
+    return [text for kind, text in found if kind in kinds]
+
+
+def run_pages(mesh: Mesh, texts: dict[str, list[str]], folder: str) -> list[str]:
+    """Run the blocks of each page one after the other on this rank; returns what went wrong."""
+    os.chdir(folder)
+    errors = []
+    begin, end = dist.init_process_group, dist.destroy_process_group
+    dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None  # type: ignore
+    try:
+        for page, some in texts.items():
+            names: dict[str, Any] = {"PAGE": page}
+            exec(GIVEN, names)
+            for text in some:
+                try:
+                    with contextlib.redirect_stdout(io.StringIO()):
+                        exec(compile(text, page, "exec"), names)
+                except Exception as error:
+                    errors.append(f"{page}: {error!r} in\n{text}")
+    finally:
+        dist.init_process_group, dist.destroy_process_group = begin, end
+    return errors
+
+
+def test_snippets_run_on_four_ranks(pool: Pool, tmp_path: Path) -> None:
+    texts = {page: blocks(page, "python") for page in PAGES if page not in ELSEWHERE}
+    texts = {page: some for page, some in texts.items() if some}
+    assert len(texts) > 8
+    for errors in on_four_ranks(pool, run_pages, texts, str(tmp_path)):
+        assert not errors, "\n".join(errors)
+    assert (tmp_path / "volumes.h5").is_file()
+    inspect = next(c for c in commands("howto/hdf5.md") if "inspect" in c)
+    assert call(inspect, tmp_path).returncode == 0
+
+
+def test_snippets_on_mpi_run_under_mpiexec(tmp_path: Path) -> None:
+    script = tmp_path / "mpi.py"
+    script.write_text("\n".join(text for page in UNDER_MPI for text in blocks(page, "python")))
+    launcher = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or "mpiexec"
+    ran = subprocess.run(
+        [launcher, "-n", "1", sys.executable, str(script)],
+        capture_output=True, text=True, timeout=120, check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+
+
+def run_script(mesh: Mesh, text: str, folder: str) -> str:
+    """Run a script as a rank would; returns what it prints."""
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    begin, end = dist.init_process_group, dist.destroy_process_group
+    dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None  # type: ignore
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            exec(compile(text, "script", "exec"), {"__name__": "__main__"})
+    finally:
+        dist.init_process_group, dist.destroy_process_group = begin, end
+        sys.path.remove(folder)
+    return said.getvalue()
+
+
+def losses(said: str) -> list[float]:
+    return [float(number) for number in re.findall(r"loss ([0-9.]+)", said)]
+
+
+def test_the_tutorial_gives_the_losses_of_one_device(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripts = {text.split()[1]: text for text in blocks("tutorial.md", "python")}
+    for name, text in scripts.items():
+        (tmp_path / name).write_text(text)
+    alone, *_ = on_four_ranks(pool, run_script, scripts["train.py"], str(tmp_path))
+    split, *others = on_four_ranks(pool, run_script, scripts["train_split.py"], str(tmp_path))
+    assert len(losses(alone)) == 3
+    assert losses(split) == pytest.approx(losses(alone), abs=2e-4)
+    assert all(said == "" for said in others)
+    assert "head.weight" in torch.load(tmp_path / "unet.pt", weights_only=True)
+    monkeypatch.chdir(tmp_path)
+    said = {command.split()[1]: finish(command, monkeypatch) for command in commands("tutorial.md")}
+    assert said == {"verify": 0, "plan": 0, "simulate": 0}
+    shown = capsys.readouterr().out
+    assert "equal within" in shown
+    assert "bytes are the planner's" in shown
+    assert json.loads((tmp_path / "plan.json").read_text())["layers"]["head"]
+
+
+def commands(page: str) -> list[str]:
+    """Return the commands of a page: lines of a shell that call tilewise, launchers left out."""
+    text = "".join(blocks(page, "sh", "bash", "")).replace("\\\n", " ")
+    found = [re.search(r"\btilewise (?!/).*", line) for line in text.splitlines()]
+    return [match[0].split(" # ")[0].strip() for match in found if match is not None]
+
+
+def call(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tilewise", *shlex.split(command)[1:]],
+        cwd=folder, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def finish(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run a command in this process; returns its exit code."""
+    monkeypatch.setattr(sys, "argv", shlex.split(command))
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def test_commands_are_spelled_right() -> None:
+    root = typer.main.get_command(app)
+    seen = 0
+    for page in PAGES:
+        for command in commands(page):
+            one: Any = root
+            words = shlex.split(command)[1:]
+            while hasattr(one, "commands"):
+                one, words = one.commands[words[0]], words[1:]
+            one.make_context(command, words)
+            seen += 1
+    assert seen > 20
+
+
+def test_the_reference_names_every_command() -> None:
+    page = reference()
+    for words in ("verify", "plan", "simulate", "calibrate", "doctor", "bench layers", "data make"):
+        assert f"## tilewise {words}\n" in page
+    assert "| `--strong` |" in page

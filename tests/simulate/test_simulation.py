@@ -1,0 +1,179 @@
+"""Whole simulations against the planner, and worlds that no machine here could hold."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from plans import NETS, build, graph_of, random_plan
+from tilewise import Plan, capture, models
+from tilewise.cli import main
+from tilewise.errors import PlanError
+from tilewise.planner.machine import load_machine
+from tilewise.simulate import Sweep, as_dict, simulate
+from tilewise.simulate.price import Priced
+from tilewise.simulate.record import Segment, Sum
+from tilewise.simulate.schedule import lay
+
+STEP = 0.03  # how far the step may be from the planner's, the tail of gradient sums left out
+PEAK = 0.05  # how far the memory may be, where activations are most of it
+
+Made = Callable[[], nn.Module]
+AT_SCALE: dict[str, tuple[Made, tuple[int, ...], Any, str, int]] = {
+    "cosmoflow": (
+        lambda: models.cosmoflow(size=512),
+        (64, 4, 512, 512, 512),
+        F.mse_loss,
+        "n64 d8 h2 w2",
+        2048,
+    ),
+    "unet": (
+        lambda: models.unet3d(),
+        (4, 1, 128, 128, 128),
+        F.cross_entropy,
+        "n4 d2 h2",
+        16,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AT_SCALE)
+def test_the_planner_says_the_same(name: str) -> None:
+    make, shape, loss, degrees, devices = AT_SCALE[name]
+    with torch.device("meta"):
+        model = make()
+    graph = capture(model, (torch.empty(shape, device="meta"),), loss)
+    plan = Plan.uniform(graph, degrees)
+    found = simulate(model, graph, plan, devices=devices, machine="lassen", ranks=(1,))
+    agreement = found.agreement
+    assert agreement.differences == ()
+    assert agreement.step_ratio == pytest.approx(1.0, rel=STEP)
+    assert agreement.peak_ratio == pytest.approx(1.0, rel=PEAK)
+    forward = sum(s.flops for s in found.runs[0].segments if s.phase == "forward")
+    assert forward == pytest.approx(graph.flops / devices, rel=0.01)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_bytes_are_the_planners_on_any_rank(name: str) -> None:
+    graph = graph_of(name)
+    plan = random_plan(graph, 6, 3)
+    found = simulate(build(name), graph, plan, devices=6, machine="p100x4", ranks=(0, 5))
+    assert found.agreement.differences == ()
+
+
+def test_two_thousand_ranks_of_a_small_model() -> None:
+    graph = graph_of("joined")
+    plan = Plan.uniform(graph, "n4 h4 w4 c2")
+    found = simulate(build("joined"), graph, plan, devices=2048, machine="lassen")
+    assert found.agreement.differences == ()
+    assert 1 < len(found.runs) <= 5
+    plain = json.loads(json.dumps(as_dict(found, model="joined")))
+    assert plain["devices"] == 2048
+    for rank, run in zip(plain["ranks"], found.runs, strict=True):
+        assert rank["sent_bytes"] == run.handed_bytes
+        sent = sum(row["sent_bytes"] for row in rank["messages"])
+        assert sent + sum(row["bytes"] for row in rank["sums"]) == rank["sent_bytes"]
+        assert all(row["peer"] != rank["rank"] for row in rank["messages"])
+    assert max(row["peak_bytes"] for row in plain["memory"]) <= plain["peak_bytes"]
+    assert max(bar["end_s"] for bar in plain["timeline"]) == pytest.approx(plain["step_seconds"])
+    for stream in ("compute", "sync"):
+        bars = [bar for bar in plain["timeline"] if bar["stream"] == stream]
+        assert all(a["end_s"] <= b["start_s"] + 1e-12 for a, b in pairwise(bars))
+
+
+def test_computing_again_takes_time_and_messages_but_less_memory() -> None:
+    graph = graph_of("unet")
+    plan = Plan.uniform(graph, "n2 d2")
+    again = Plan(plan.layers, recompute=("*",))
+    one, two = (
+        simulate(build("unet"), graph, some, devices=4, machine="lassen", ranks=(1,))
+        for some in (plan, again)
+    )
+    assert two.agreement.differences == ()
+    assert two.step_seconds > one.step_seconds
+    assert two.runs[0].handed_bytes > one.runs[0].handed_bytes
+    kept = [[s for s in found.runs[0].segments if s.phase == "forward"] for found in (one, two)]
+    assert kept[1][-1].end_bytes < kept[0][-1].end_bytes
+    assert {s.phase for s in two.runs[0].segments} == {"forward", "again", "backward"}
+
+
+def test_a_timeline_by_hand() -> None:
+    """A halo of 3 behind 0.5 of a compute of 4; a sum of 5 that starts when backward is done."""
+    forward, backward = Segment("a", "forward"), Segment("a", "backward")
+    gradients = (Sum("gradients", (0, 1), 8), 5.0)
+    found = lay(
+        [
+            Priced(forward, compute_s=4.0, halo_s=3.0, before_s=1.0),
+            Priced(backward, compute_s=2.0, after_s=0.5, gradients=(gradients,)),
+        ],
+        optimizer_s=0.25,
+        overlap=0.5,
+    )
+    assert (found.forward_s, found.backward_s, found.tail_s) == (6.0, 2.5, 5.0)
+    assert found.step_seconds == 6.0 + 2.5 + 5.0 + 0.25
+    assert found.seconds("messages") == 1.0 + 3.0 + 0.5
+
+
+def test_a_sweep_gives_each_count_its_plan() -> None:
+    model = build("cosmoflow")
+    sweep = Sweep(model, ((4, 4, 16, 16, 16),), load_machine("lassen"), time_limit=2.0)
+    points = [*sweep.strong((1, 2)), *sweep.weak((2, 4), base=2)]
+    assert [point.simulation.devices for point in points] == [1, 2, 2, 4]
+    assert [point.shapes[0][0] for point in points] == [4, 4, 4, 8]
+    assert all(point.simulation.agreement.bytes_equal for point in points)
+    with pytest.raises(PlanError, match="no whole batch"):
+        list(sweep.weak((3,), base=8))
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *options: str) -> Any:
+    arguments = ["tilewise", "simulate", "alexnet", "--arg", "width=0.25", *options]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as caught:
+        main()
+    return caught.value.code
+
+
+def test_the_command_prints_tables_and_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ("--input", "8x3x96x96", "--devices", "8", "--plan", "n4 h2", "--ranks", "0,3")
+    assert run(monkeypatch, *where) == 0
+    shown = capsys.readouterr().out
+    assert "bytes are the planner's" in shown
+    assert "simulated ranks" in shown
+    assert run(monkeypatch, *where, "--json", "--strong", "2,4", "--time-limit", "2") == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert [rank["rank"] for rank in plain["ranks"]] == [0, 3]
+    assert [point["devices"] for point in plain["strong"]] == [2, 4]
+    assert plain["plan"]["features.0"] == "n4 h2"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "--devices: say how many"),
+        (("--devices", "4", "--plan", "n4", "--ranks", "4"), "rank 4 is not one of 0 … 3"),
+        (("--devices", "4", "--ranks", "a"), "--ranks: 'a' must be numbers"),
+        (("--devices", "4", "--plan", "n8"), "must divide the number of ranks"),
+        (("--devices", "4", "--loss", "hinge"), "--loss: 'hinge' must be one of"),
+        (("--devices", "4", "--plan", "n4", "--machine", "abacus"), "neither a file nor one of"),
+    ],
+)
+def test_bad_input_is_one_line(
+    options: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(monkeypatch, "--input", "8x3x96x96", *options) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
