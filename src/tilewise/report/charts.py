@@ -46,13 +46,14 @@ class Bar:
 class Chart:
     """One figure: `lines` of series, or `bars` on lanes.
 
-    Units are `s`, `bytes`, `x` (a ratio) or none. `group` is the section of the page, `sources`
-    what is to be cited.
+    Units are `s`, `bytes`, `x` (a ratio) or none. `group` is the section of the page, `subject` the
+    plan, simulation or run that it is about, `sources` what is to be cited.
     """
 
     id: str
     title: str
     group: str
+    subject: str = ""
     kind: str = "lines"
     x_label: str = ""
     y_label: str = ""

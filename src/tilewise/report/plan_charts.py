@@ -99,6 +99,7 @@ def _timeline(view: Mapping[str, Any]) -> Chart:
         f"timeline-{slug(view['label'])}",
         f"{view['label']}: the step as the planner sees it",
         "timeline",
+        subject=view["label"],
         kind="timeline",
         x_label="time",
         x_unit="s",

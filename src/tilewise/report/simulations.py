@@ -50,6 +50,7 @@ def simulation_charts(label: str, data: Mapping[str, Any]) -> Iterator[Chart]:
         f"timeline-{slug(label)}",
         f"{label}: the step as it was simulated",
         "timeline",
+        subject=label,
         kind="timeline",
         x_label="time",
         x_unit="s",

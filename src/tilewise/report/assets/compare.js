@@ -33,8 +33,8 @@ class Comparison {
     const root = byId("comparison");
     this.onChange();
     root.replaceChildren();
-    if (!common.length) {
-      root.append(el("p", { class: "note" }, `${first.label} and ${second.label} have no layer in common: they are plans of different networks.`));
+    if (2 * common.length < Math.min(first.layers.length, second.layers.length)) {
+      root.append(el("p", { class: "note" }, `${first.label} and ${second.label} are plans of different networks: ${common.length || "no"} layers have the same name.`));
       return;
     }
     const differ = common.filter((layer) => layer.degrees !== theirs.get(layer.name).degrees);

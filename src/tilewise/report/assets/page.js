@@ -84,11 +84,13 @@ function networkSection(compareWith) {
   if (plans.length < 2) byId("paint").querySelector("[value=change]").remove();
   byId("unfold").addEventListener("change", (event) => network.setUnfold(event.target.checked));
   legend();
-  search(() => plans[current].layers, (text) => network.setQuery(text), (name) => choose(name));
+  search(() => plans[current].layers, (text) => network.setQuery(text), (name) => {
+    choose(name);
+    byId("graph").parentElement.scrollIntoView({ block: "nearest" });
+  });
   return {
     show, choose,
     refresh: () => { if (network.view && network.paint === "change") network.setPaint("change", compareWith(current)); },
-    has: (name) => plans[current].layers.some((layer) => layer.name === name),
   };
 }
 
@@ -134,6 +136,12 @@ function runs() {
     DATA.runs.map((one) => [one.label, String(one.steps), seconds(one.step_seconds), one.loss === undefined ? "–" : digits(one.loss, 4), ...names.map((name) => one.last[name] === undefined ? "–" : digits(one.last[name], 4))]), "Training runs")));
 }
 
+/* The number of the plan that a chart is about, or of the simulation that it is about. */
+function planOf(subject) {
+  const simulated = DATA.simulations.find((one) => one.label === subject);
+  return simulated ? simulated.plans[0] ?? -1 : DATA.plans.findIndex((view) => view.label === subject);
+}
+
 theme();
 cards();
 let section = null, comparison = null;
@@ -152,7 +160,11 @@ for (const place of document.querySelectorAll(".charts")) {
   for (const chart of DATA.charts) {
     if (chart.group === place.dataset.group) {
       place.append(drawChart(chart, (name) => {
-        if (section && section.has(name)) { section.choose(name); byId("network").scrollIntoView(); }
+        const plan = planOf(chart.subject);
+        if (section && plan >= 0 && DATA.plans[plan].layers.some((layer) => layer.name === name)) {
+          section.choose(name, plan);
+          byId("network").scrollIntoView();
+        }
       }));
     }
   }
