@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tilewise.cli import main
 
 KEYS = {
     "step_seconds", "peak_bytes", "optimal", "gap", "solve_seconds", "devices", "machine",
-    "layers", "baselines",
+    "layers", "baselines", "details",
 }  # fmt: skip
 ROW = {"name", "kind", "degrees", "compute_s", "halo_s", "exchange_s", "sync_s", "bytes"}
 BASELINES = {"data", "spatial", "model", "owt", "uniform"}
@@ -50,6 +51,9 @@ def test_json_has_the_promised_keys_and_the_plan_loads(tmp_path: Path) -> None:
     assert found["devices"] == 4
     assert found["machine"] == "p100x4"
     assert found["optimal"] is True
+    about = json.loads(path.read_text())["details"]
+    assert found["details"].items() <= about.items()
+    _check_network(about)
     plan = Plan.load(path)
     assert str(plan.layers["features.0"]) == "h4"
     degrees = {row["name"]: row["degrees"] for row in found["layers"]}
@@ -59,6 +63,38 @@ def test_json_has_the_promised_keys_and_the_plan_loads(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     for text in ("compared with", "proven best", "time against memory", "features.0:", "the other"):
         assert text in result.stdout
+
+
+def _check_network(about: dict[str, Any]) -> None:
+    """Halos come with the layers that have windows, and the step adds up to the plan's."""
+    calls = {call["name"]: call for call in about["network"]}
+    assert list(calls) == [row["name"] for row in about["layers"]]
+    first = calls["features.0"]
+    assert first["reads"] == []
+    assert first["axes"] == [[4, 2]]
+    (operand,) = first["operands"]
+    blocks = operand["reach"]["2"]
+    assert len(blocks) == 4
+    assert blocks[0][0][0] == 0
+    assert blocks[-1][-1][1] == 96
+    assert all(a[-1][1] > b[0][0] for a, b in pairwise(blocks))
+    assert all(set(call["reads"]) <= set(calls) for call in calls.values())
+    rows = about["step"]
+    forward = sum(sum(row["forward_s"]) + row["optimizer_s"] for row in rows)
+    backward = sum(sum(row["backward_s"]) for row in rows)
+    seconds = forward + max(backward, sum(row["sync_s"] for row in rows))
+    assert seconds == pytest.approx(about["step_seconds"])
+    fullest = max(row[f"{phase}_bytes"] for row in rows for phase in
+                  ("forward", "backward", "optimizer"))  # fmt: skip
+    assert fullest == about["peak_bytes"]
+    for name, ways in about["prices"].items():
+        (chosen,) = [way for way in ways if way["chosen"]]
+        assert chosen["degrees"] == calls_degrees(about)[name]
+        assert chosen["high"] == pytest.approx(about["step_seconds"])
+
+
+def calls_degrees(about: dict[str, Any]) -> dict[str, str]:
+    return {row["name"]: row["degrees"] for row in about["layers"]}
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from tilewise.planner.solve import (
     frontier,
     least_memory,
     price,
+    ranges,
     solve,
 )
 
@@ -168,6 +169,28 @@ def test_prices_without_time_are_bounds() -> None:
         rough = price(problem, 0, time_limit=0.0)
         assert not rough.exact.any()
         assert (rough.seconds <= exact.seconds * (1 + 1e-12)).all(), seed
+
+
+@pytest.mark.parametrize("capped", [False, True])
+def test_ranges_enclose_the_prices(capped: bool) -> None:
+    for seed in range(25):
+        problem = random_problem(8000 + seed)
+        cap = some_caps(problem)[2] if capped else None
+        best = solve(problem, cap)
+        costs = all_costs(problem)
+        for v, one in enumerate(ranges(problem, best.choice, cap)):
+            for k, (low, high) in enumerate(zip(one.low, one.high, strict=True)):
+                alone = costs.get((*best.choice[:v], k, *best.choice[v + 1 :]))
+                allowed = alone is not None and (cap is None or alone.peak_bytes <= cap)
+                assert high == (pytest.approx(alone.seconds) if allowed and alone else np.inf)
+                fits = [
+                    c.seconds
+                    for x, c in costs.items()
+                    if x[v] == k and (cap is None or c.peak_bytes <= cap)
+                ]
+                assert low <= min(fits, default=np.inf) * (1 + 1e-9) <= high * (1 + 1e-8), seed
+            assert one.high[best.choice[v]] == pytest.approx(best.seconds)
+            assert one.peak_bytes[best.choice[v]] == best.peak_bytes
 
 
 def test_frontier_is_optimal_and_monotone() -> None:

@@ -11,6 +11,7 @@ from tilewise.cli.calibrate import calibrate
 from tilewise.cli.data import data_app
 from tilewise.cli.doctor import doctor
 from tilewise.cli.plan import plan
+from tilewise.cli.report import report
 from tilewise.cli.simulate import simulate
 from tilewise.cli.verify import verify
 from tilewise.errors import TilewiseError
@@ -26,6 +27,7 @@ app.command()(plan)
 app.command()(simulate)
 app.command()(calibrate)
 app.command()(doctor)
+app.command()(report)
 app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
 

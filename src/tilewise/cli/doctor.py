@@ -22,7 +22,8 @@ from rich.table import Table
 from tilewise.cli.plan_tables import size
 from tilewise.comm.launch import engine, launched
 from tilewise.errors import TilewiseError
-from tilewise.ops.tune import cache_file, machine_name, tuning
+from tilewise.ops.kept import machine_name
+from tilewise.ops.tune import cache_file, tuning
 from tilewise.planner.machine import load_machine, preset_names
 
 TORCH = ((2, 11), (2, 14))

@@ -23,8 +23,13 @@ from tilewise.cli.plan_tables import (
 )
 from tilewise.graph import capture
 from tilewise.plan import Plan
+from tilewise.plan.plan import DETAILS
+from tilewise.planner.details import details
 from tilewise.planner.search import Found, search
 from tilewise.planner.solve import InfeasibleError
+
+PRICING_S = 10.0
+"""The most seconds that go into pricing the alternatives of all layers for a report."""
 
 
 def plan(
@@ -74,12 +79,21 @@ def plan(
     except InfeasibleError as error:
         print(f"tilewise: {error}", file=sys.stderr)
         sys.exit(1)
+    plain = found.as_dict() | _plain(extra)
+    if output is not None or json_:
+        about = {"model": model, **details(found, time_limit=min(time_limit, PRICING_S))}
     if output is not None:
-        found.plan.save(output)
+        _write(output, found.plan, plain | about)
     if json_:
-        print(json.dumps(found.as_dict() | _plain(extra)))
+        print(json.dumps(plain | {DETAILS: about}))
         return
     _show(found, extra, Console())
+
+
+def _write(path: Path, plan: Plan, about: dict[str, Any]) -> None:
+    """Write a plan file with what a report shows of it."""
+    data = json.loads(plan.to_json()) | {DETAILS: about}
+    path.write_text(json.dumps(data, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _other_plan(path: Path | None) -> Plan | None:

@@ -14,6 +14,8 @@ from tilewise.errors import PlanError
 from tilewise.layout import Degrees
 
 FORMAT = 1
+DETAILS = "details"
+"""What a planner writes about its plan into the plan's file, for reports; loading skips it."""
 SHOWN = 30
 WORDS = {"n": "samples", "d": "depth", "h": "height", "w": "width", "c": "channels", "f": "filters"}
 
@@ -155,7 +157,7 @@ class Plan:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, dict) else None
             raise PlanError(f"plan: format (={found!r}) must be {FORMAT}")
-        unknown = set(data) - {f.name for f in fields(cls)} - {"format"}
+        unknown = set(data) - {f.name for f in fields(cls)} - {"format", DETAILS}
         if unknown or not isinstance(data.get("layers"), dict):
             raise PlanError(
                 f"plan: unknown keys {sorted(unknown)}" if unknown else "plan: 'layers' is missing"

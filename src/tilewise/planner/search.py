@@ -17,7 +17,7 @@ import torch
 
 from tilewise.errors import PlanError
 from tilewise.graph.captured import Graph
-from tilewise.graph.lower import plan_program
+from tilewise.graph.lower import Planned, plan_program
 from tilewise.layout import Degrees
 from tilewise.ops.draws import Draws
 from tilewise.plan import Plan
@@ -109,11 +109,14 @@ class Found:
         """Every layer with its degrees, seconds by kind, and bytes that all ranks send for it."""
         return rows(self.formulation, self.solution.choice, self.payload(self.plan))
 
+    def planned(self, plan: Plan) -> Planned:
+        """Return the training program with an operator planned for every call."""
+        program = self.formulation.graph.training
+        return plan_program(program, plan, ranks=self.devices, rank=0, draws=Draws(0))
+
     def payload(self, plan: Plan) -> Payload:
         """Return all that a plan sends, counted on the planned program."""
-        program = self.formulation.graph.training
-        planned = plan_program(program, plan, ranks=self.devices, rank=0, draws=Draws(0))
-        return Payload(planned, plan, node=self.machine.devices_per_node)
+        return Payload(self.planned(plan), plan, node=self.machine.devices_per_node)
 
     def price(self, plan: Plan) -> Priced:
         """Price another plan of the same model for the same machine."""

@@ -14,6 +14,7 @@ their gradients are not there yet when it begins. Here each call is looked at in
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +24,29 @@ from tilewise.planner.formulate import Formulation
 from tilewise.planner.rows import chosen_moves
 
 
+@dataclass(frozen=True)
+class Moments:
+    """Bytes on the fullest rank at each call: forward, backward, and while the optimizer runs."""
+
+    names: tuple[str, ...]
+    forward: NDArray[np.float64]
+    backward: NDArray[np.float64]
+    optimizer: NDArray[np.float64]
+
+    @property
+    def peak_bytes(self) -> int:
+        """What is held at the fullest of all moments."""
+        every = (self.forward, self.backward, self.optimizer)
+        return int(max(float(moment.max(initial=0.0)) for moment in every))
+
+
 def peak_bytes(found: Formulation, choice: Sequence[int]) -> int:
     """Return the bytes that the fullest rank holds at its fullest moment."""
+    return moments(found, choice).peak_bytes
+
+
+def moments(found: Formulation, choice: Sequence[int]) -> Moments:
+    """Return what the fullest rank holds from call to call."""
     copies = {
         name: sum(int(cost.held[0, 0]) for cost in costs)
         for name, costs in chosen_moves(found, choice).items()
@@ -47,13 +69,13 @@ def peak_bytes(found: Formulation, choice: Sequence[int]) -> int:
     kept = np.cumsum(saved + later)
     gradients = np.cumsum(block[::-1])[::-1]
     backward = kept - later + gradients
-    moments = (
-        kept + workspace,
-        backward + np.maximum(burst, bucket),
-        block.sum() + copy,
-    )
     always = block.sum() * (found.setting.blocks - 1)
-    return int(always + max(float(moment.max(initial=0.0)) for moment in moments))
+    return Moments(
+        tuple(names),
+        always + kept + workspace,
+        always + backward + np.maximum(burst, bucket),
+        always + block.sum() + copy,
+    )
 
 
 def _buckets(shared: NDArray[np.float64]) -> NDArray[np.float64]:

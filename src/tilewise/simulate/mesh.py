@@ -12,9 +12,9 @@ from tilewise.comm.exchange import KINDS
 from tilewise.comm.mesh import Group
 from tilewise.comm.trace import Trace
 from tilewise.errors import MismatchError
-from tilewise.graph.steps import Step, WriteBack
+from tilewise.graph.steps import Arrive, Early, Step, WriteBack
 from tilewise.layout import Cover
-from tilewise.ops.operation import Bound
+from tilewise.ops.operation import Bound, Need
 from tilewise.simulate.record import Message, Recorder, Sum
 
 GRADIENTS = "gradients of "
@@ -98,7 +98,10 @@ class SimulatedMesh(Mesh):
         for step in steps:
             if isinstance(step.run, Bound):
                 self._learn_bound(step.run, [where == "held" for where, _ in step.inputs])
-            else:
+            elif isinstance(step.run, Early):
+                exchange = step.run.exchange
+                self._name(exchange, _brought(exchange, Need(exchange.move.target)))
+            elif not isinstance(step.run, Arrive):
                 run = step.run.exchange if isinstance(step.run, WriteBack) else step.run
                 held = isinstance(step.run, WriteBack) or step.inputs[0][0] == "held"
                 self._name(run, "held" if held else "move")
@@ -107,9 +110,7 @@ class SimulatedMesh(Mesh):
         needs = bound.operation.needs
         for bring, need, is_held in zip(bound.brings, needs, held, strict=True):
             if bring is not None:
-                home = bring.move.source == Cover.of(need.home)
-                brought = ("gather" if need.cover.partial else "halo") if home else "move"
-                self._name(bring, "held" if is_held else brought)
+                self._name(bring, "held" if is_held else _brought(bring, need))
         for inner in bound.inner:
             self._name(inner, "inner")
         for finish in bound.finishes:
@@ -125,6 +126,13 @@ class SimulatedMesh(Mesh):
             kind = self.kinds.get(number, "move")
             where = self.recorder.here(_plain(layer))
             where.events.append(Message(kind, number, peer, _bytes(buffer), sent))
+
+
+def _brought(exchange: Exchange, need: Need) -> str:
+    """Say what an operand is brought for."""
+    if exchange.move.source != Cover.of(need.home):
+        return "move"
+    return "gather" if need.cover.partial else "halo"
 
 
 def _bytes(buffer: Tensor) -> int:

@@ -1,6 +1,6 @@
 """Choose a candidate for each layer so that the step is fastest, and prove it."""
 
-from tilewise.planner.solve.answer import Prices, frontier, price, solve
+from tilewise.planner.solve.answer import Prices, Range, frontier, price, ranges, solve
 from tilewise.planner.solve.evaluate import Cost, evaluate
 from tilewise.planner.solve.memory import InfeasibleError, LeastMemory, least_memory
 from tilewise.planner.solve.problem import Consumer, Moves, Problem, Tie, Transfer, Variable
@@ -14,6 +14,7 @@ __all__ = [
     "Moves",
     "Prices",
     "Problem",
+    "Range",
     "Solution",
     "Tie",
     "Transfer",
@@ -22,5 +23,6 @@ __all__ = [
     "frontier",
     "least_memory",
     "price",
+    "ranges",
     "solve",
 ]

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from tilewise.errors import PlanError
+from tilewise.planner.solve.descend import Descent
 from tilewise.planner.solve.known import know
 from tilewise.planner.solve.live import Live
 from tilewise.planner.solve.memory import InfeasibleError, holders, least_memory
-from tilewise.planner.solve.problem import Floats, Problem
+from tilewise.planner.solve.problem import Floats, Ints, Problem
 from tilewise.planner.solve.relax import Relaxation
 from tilewise.planner.solve.restrict import restrict
 from tilewise.planner.solve.solver import ENTRIES, Solution, Solver
@@ -63,7 +64,7 @@ def price(
     deadline = time.monotonic() + time_limit
     problem = know(problem)
     whole, weights = _solved(problem, cap, time_limit / 2, ())
-    seconds = _bounds(problem, variable, cap, weights, 4.0 * whole.seconds)
+    seconds = _bounds(problem, cap, weights, 4.0 * whole.seconds)[variable]
     exact = np.zeros(len(seconds), bool)
     for k in np.argsort(seconds, kind="stable").tolist():
         left = deadline - time.monotonic()
@@ -83,6 +84,41 @@ def price(
             exact[k] = found.optimal
             seconds[k] = found.seconds if found.optimal else max(seconds[k], found.bound)
     return Prices(seconds, exact)
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Between which times the price of each candidate of a variable lies.
+
+    Args:
+        low: no assignment with the candidate that fits is faster.
+        high: the time if only this variable is changed; infinite where that is not allowed or
+            does not fit.
+        peak_bytes: the memory if only this variable is changed.
+    """
+
+    low: Floats
+    high: Floats
+    peak_bytes: Ints
+
+
+def ranges(
+    problem: Problem, choice: Sequence[int], cap: int | None = None, *, time_limit: float = 5.0
+) -> list[Range]:
+    """Return between which times the candidates' prices lie, for all variables at once.
+
+    `price` is exact, but solves a problem for each candidate; this takes one sweep for all.
+    """
+    problem = know(problem)
+    whole, weights = _solved(problem, cap, time_limit, (choice,))
+    bounds = _bounds(problem, cap, weights, 4.0 * whole.seconds)
+    found = []
+    for bound, (seconds, peak) in zip(bounds, Descent(problem, cap).alone(choice), strict=True):
+        if cap is not None:
+            seconds = np.where(peak > cap, np.inf, seconds)
+        low = np.minimum(np.maximum(bound, whole.bound), seconds)
+        found.append(Range(low, seconds, peak.astype(np.int64)))
+    return found
 
 
 def frontier(problem: Problem, points: int, *, time_limit: float = 60.0) -> list[Solution]:
@@ -134,16 +170,14 @@ def _solved(
     raise InfeasibleError(cap, least, holders(problem, least.choice))
 
 
-def _bounds(
-    problem: Problem, variable: int, cap: int | None, weights: Weights, penalty: float
-) -> Floats:
-    """Bound the time with each candidate of a variable from below."""
+def _bounds(problem: Problem, cap: int | None, weights: Weights, penalty: float) -> list[Floats]:
+    """Bound the time with each candidate of each variable from below."""
     live = Live(problem, ENTRIES)
     relaxation = Relaxation(live, weights, penalty)
     for _ in range(4):
         relaxation.sweep()
     _, bounds, _ = relaxation.marginals(range(len(live.links)))
     if cap is None:
-        return bounds[variable]
+        return bounds
     floor = max(int(v.burst.min()) for v in problem.variables)
-    return np.maximum(bounds[variable] + weights.byte * (floor - cap), 0.0)
+    return [np.maximum(bound + weights.byte * (floor - cap), 0.0) for bound in bounds]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -62,6 +62,21 @@ class Descent:
             if not changed:
                 break
         return choice
+
+    def alone(self, choice: Sequence[int]) -> Iterator[tuple[Floats, Floats]]:
+        """Yield time and memory with each candidate of each variable if nothing else is changed.
+
+        The time of a candidate that breaks a tie is infinite.
+        """
+        totals = self._totals(choice)
+        bursts = np.array([v.burst[k] for v, k in zip(self.problem.variables, choice)])
+        for v, variable in enumerate(self.problem.variables):
+            prices = self._prices(choice, v)
+            sums = totals[:, None] + prices - prices[:, [choice[v]]]
+            seconds = sums[0] + np.maximum(sums[1], sums[2])
+            others = np.delete(bursts, v).max(initial=0)
+            peak = sums[3] + np.maximum(variable.burst, others)
+            yield np.where(self._allowed(choice, v), seconds, np.inf), peak
 
     def _pick(self, sums: Floats, peak: Floats, allowed: np.ndarray, now: int) -> int:
         """Return the best candidate, which is `now` unless another is clearly better."""
