@@ -33,3 +33,7 @@ class MismatchError(TilewiseError, RuntimeError):
 
 class CommError(TilewiseError, RuntimeError):
     """A peer died or did not answer in time."""
+
+
+class CheckpointError(TilewiseError, RuntimeError):
+    """A checkpoint cannot be written, is damaged, or is not of this model."""
