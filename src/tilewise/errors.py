@@ -45,3 +45,7 @@ class RecipeError(TilewiseError, ValueError):
 
 class TrainingError(TilewiseError, RuntimeError):
     """Training cannot go on."""
+
+
+class CheckpointError(TilewiseError, RuntimeError):
+    """A checkpoint cannot be written, is damaged, or is not of this model."""

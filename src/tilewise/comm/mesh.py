@@ -98,6 +98,15 @@ class Mesh:
             self._groups[key] = Group(key, self._open(key) if len(key) > 1 else None)
         return self._groups[key]
 
+    def side(self, *, timeout: timedelta | None = None) -> Any:
+        """Open one more gloo group of all ranks, for a thread of its own; None for one rank.
+
+        Each call opens another one, which lasts until the world's end. All ranks must call alike.
+        """
+        if self.size == 1:
+            return None
+        return self._open(tuple(range(self.size)), "gloo", timeout)
+
     def tag(self) -> int:
         """Return the next message tag. Every rank asks for tags in the same order."""
         self._next_tag += 1
@@ -186,12 +195,17 @@ class Mesh:
             self._side = self._open(everyone, "gloo") if only_devices else self.group().handle
         return self._side
 
-    def _open(self, ranks: tuple[int, ...], backend: str | None = None) -> Any:
+    def _open(
+        self,
+        ranks: tuple[int, ...],
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+    ) -> Any:
         world_ranks = [self.world_ranks[rank] for rank in ranks]
         with self._named("open", "mesh", ranks), _names_by_members():
             return dist.new_group(
                 world_ranks,
-                timeout=self._timeout or _timeout(),
+                timeout=timeout or self._timeout or _timeout(),
                 backend=backend,
                 use_local_synchronization=True,
                 **_KEEP_ORDER,
