@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,10 +14,11 @@ from rich.console import Console
 
 from tilewise.cli.crew import Crew
 from tilewise.cli.naming import InputError, parse_plan
-from tilewise.cli.train_show import Show
+from tilewise.cli.train_show import Show, show_check
 from tilewise.layout import Degrees
 from tilewise.plan import Plan
 from tilewise.testing.ranks import RanksError
+from tilewise.train.check import check as check_recipe
 from tilewise.train.inputs import make_missing
 from tilewise.train.journal import METRICS
 from tilewise.train.loop import train as train_on_rank
@@ -41,6 +44,9 @@ def train(
     profile: Annotated[
         bool, typer.Option("--profile", help="write a trace of some steps for each rank")
     ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="validate model, data, plan and memory; do not train")
+    ] = False,
     timeout: Annotated[float, typer.Option(help="seconds to wait for a silent rank")] = 300.0,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
@@ -48,6 +54,9 @@ def train(
     found = read_recipe(recipe, set_ or ())
     if plan is not None:
         found = found.model_copy(update={"plan": plan_text(plan)})
+    if check:
+        _check(found, ranks or found.ranks or ranks_of(found), json_)
+        return
     folder = out or Path("runs") / Path(recipe).stem
     crew = Crew(ranks or found.ranks or ranks_of(found), backend=backend, timeout=timeout)
     console = Console(stderr=True, quiet=json_)
@@ -68,6 +77,16 @@ def train(
         print(json.dumps(summary))
     else:
         show.summary(summary)
+
+
+def _check(recipe: Recipe, ranks: int, json_: bool) -> None:
+    """Show what a recipe comes to; exit with 1 if it does not fit the memory."""
+    found = check_recipe(recipe, ranks)
+    if json_:
+        print(json.dumps({**asdict(found), "fits": found.fits, "ranks": ranks}))
+    else:
+        show_check(found, recipe, ranks)
+    sys.exit(0 if found.fits else 1)
 
 
 def _taken(folder: Path) -> str | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import tilewise
 from tilewise import data
 from tilewise.comm import Mesh
 from tilewise.errors import RecipeError
@@ -69,8 +70,7 @@ def build(mesh: Mesh, recipe: Recipe) -> Job:
     x, *targets = examples(sets.train, recipe)
     plain = build_model(recipe)
     frozen = freeze(plain, recipe.model.frozen)
-    graph = capture(plain, x, loss_function(recipe), targets=tuple(targets))
-    plan = choose_plan(graph, recipe, mesh.size)
+    graph, plan = planned(plain, x, tuple(targets), recipe, mesh)
     model = ParallelModel(plain, graph, plan, mesh, seed=recipe.train.seed)
     del plain
     optimizer = make_optimizer(recipe.train, model.parameters())
@@ -160,18 +160,30 @@ def _names(pattern: str, name: str) -> bool:
     return any(path == pattern or fnmatchcase(path, pattern) for path in around)
 
 
-def choose_plan(graph: Graph, recipe: Recipe, ranks: int) -> Plan:
-    """Return the recipe's plan for so many ranks, with the recipe's options."""
-    plan = as_plan(graph, recipe.plan)
+def planned(
+    model: nn.Module, x: Tensor, targets: tuple[Tensor, ...], recipe: Recipe, mesh: Mesh
+) -> tuple[Graph, Plan]:
+    """Capture the model with its loss, and plan it for the ranks of a mesh."""
+    loss = loss_function(recipe)
+    if recipe.plan == "auto":
+        limit: dict[str, Any] = {} if recipe.memory is None else {"memory": recipe.memory}
+        found = tilewise.parallelize(
+            model, x, "auto", loss=loss, targets=targets, mesh=mesh, **limit
+        )
+        return found.graph, with_options(found.plan, recipe)
+    graph = capture(model, x, loss, targets=targets)
+    return graph, with_options(as_plan(graph, recipe.plan), recipe)
+
+
+def with_options(plan: Plan, recipe: Recipe) -> Plan:
+    """Return a plan with what the recipe says beside degrees."""
     train = recipe.train
     options: dict[str, Any] = {}
     if train.recompute:
         options["recompute"] = tuple(train.recompute)
     if train.statistics != "global":
         options["statistics"] = train.statistics
-    plan = replace(plan, **options)
-    plan.check(ranks)
-    return plan
+    return replace(plan, **options)
 
 
 def make_metrics(recipe: Recipe, sets: Sets) -> list[Metric]:
