@@ -10,6 +10,7 @@ from tilewise.cli.bench import bench_app
 from tilewise.cli.calibrate import calibrate
 from tilewise.cli.data import data_app
 from tilewise.cli.plan import plan
+from tilewise.cli.train import train
 from tilewise.cli.verify import verify
 from tilewise.errors import TilewiseError
 
@@ -22,6 +23,7 @@ app = typer.Typer(
 app.command()(verify)
 app.command()(plan)
 app.command()(calibrate)
+app.command()(train)
 app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
 

@@ -73,15 +73,40 @@ class Crew:
             bar = progress.add_task(title, total=total or None)
             return self._run(function, arguments, lambda _: progress.advance(bar))
 
+    @property
+    def first(self) -> bool:
+        """Whether this process speaks for all: the command's own, or the launcher's first rank."""
+        return self.mesh is None or self.mesh.rank == 0
+
+    def meet(self, what: str) -> None:
+        """Wait for the other ranks of a launcher, if there are any."""
+        if self.mesh is not None:
+            self.mesh.agree(what)
+
+    def follow(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        report: Callable[[Any], Any],
+        timeout: float,
+    ) -> list[Any]:
+        """Call `function(mesh, *arguments)` on all ranks for at most `timeout` seconds.
+
+        What a generator function yields on the first rank goes to `report` as it comes.
+        """
+        return self._run(function, arguments, report, timeout)
+
     def _run(
         self,
         function: Callable[..., Any],
         arguments: tuple[Any, ...],
         progress: Callable[[Any], Any],
+        timeout: float | None = None,
     ) -> list[Any]:
         if self.pool is not None:
             everyone = tuple(range(self.size))
-            return self.pool.run(everyone, function, arguments, self.timeout, progress)
+            limit = self.timeout if timeout is None else timeout
+            return self.pool.run(everyone, function, arguments, limit, progress)
         assert self.mesh is not None
         result: Any = function(self.mesh, *arguments)
         if inspect.isgenerator(result):

@@ -1,0 +1,93 @@
+"""`tilewise train`: from a recipe to a trained model."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from tilewise.cli.crew import Crew
+from tilewise.cli.naming import InputError, parse_plan
+from tilewise.cli.train_show import Show
+from tilewise.layout import Degrees
+from tilewise.plan import Plan
+from tilewise.testing.ranks import RanksError
+from tilewise.train.inputs import make_missing
+from tilewise.train.loop import train as train_on_rank
+from tilewise.train.recipe import Recipe, read_recipe
+
+FOREVER = 20 * 24 * 3600.0
+
+
+def train(
+    recipe: Annotated[str, typer.Argument(help="a TOML file, or the name of a shipped recipe")],
+    ranks: Annotated[int, typer.Option(min=0, help="local ranks; 0 is as the plan needs")] = 0,
+    backend: Annotated[str, typer.Option(help="gloo, mpi or nccl")] = "gloo",
+    plan: Annotated[
+        str | None, typer.Option(help="'n2 h2', 'conv*=h2,fc=f2', a plan file, auto")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="section.key=value; repeats")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="folder of the run; runs/RECIPE")] = None,
+    timeout: Annotated[float, typer.Option(help="seconds to wait for a silent rank")] = 300.0,
+    json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Train as RECIPE says, on local ranks or on those of a launcher."""
+    found = read_recipe(recipe, set_ or ())
+    if plan is not None:
+        found = found.model_copy(update={"plan": plan_text(plan)})
+    folder = out or Path("runs") / Path(recipe).stem
+    crew = Crew(ranks or found.ranks or ranks_of(found), backend=backend, timeout=timeout)
+    console = Console(stderr=True, quiet=json_)
+    with Show(console) as show:
+        prepare_data(found, crew, show)
+        with crew:
+            try:
+                options = {"out": str(folder)}
+                results = crew.follow(
+                    train_on_rank, found.as_dict(), options, report=show.event, timeout=FOREVER
+                )
+            except RanksError as error:
+                raise InputError(f"train: {error}") from error
+    summary = {**results[0], "peak_bytes": [one["peak_bytes"] for one in results]}
+    summary |= {"ranks": crew.size, "out": str(folder)}
+    if json_:
+        print(json.dumps(summary))
+    else:
+        show.summary(summary)
+
+
+def plan_text(text: str) -> str | dict[str, str]:
+    """Read `--plan` into what a recipe's plan may be."""
+    if text.endswith(".json"):
+        parse_plan(text)
+        return text
+    parsed = parse_plan(text)
+    assert not isinstance(parsed, Plan)
+    return parsed
+
+
+def ranks_of(recipe: Recipe) -> int:
+    """Return how many ranks the plan needs; for `auto`, as many as there are cores."""
+    if recipe.plan == "auto":
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    if isinstance(recipe.plan, str) and recipe.plan.endswith(".json"):
+        degrees: list[Any] = list(Plan.load(recipe.plan).layers.values())
+    else:
+        texts = recipe.plan.values() if isinstance(recipe.plan, dict) else [recipe.plan]
+        degrees = [Degrees.parse(text) for text in texts]
+    return max((one.product for one in degrees), default=1)
+
+
+def prepare_data(recipe: Recipe, crew: Crew, show: Show) -> None:
+    """Make the recipe's set if there is none, on one process only."""
+    make = recipe.data.make
+    if make is not None and not Path(recipe.data.path).exists() and crew.first:
+        show.making(make.kind, make.count)
+        make_missing(recipe.data, show.made)
+    crew.meet("data")
