@@ -13,9 +13,9 @@ from rich.console import Console
 from tilewise.cli.crew import Crew
 from tilewise.cli.naming import InputError, parse_plan
 from tilewise.cli.train_show import Show
+from tilewise.comm.pool import RanksError
 from tilewise.layout import Degrees
 from tilewise.plan import Plan
-from tilewise.testing.ranks import RanksError
 from tilewise.train.inputs import make_missing
 from tilewise.train.loop import train as train_on_rank
 from tilewise.train.recipe import Recipe, read_recipe
