@@ -78,10 +78,12 @@ class Crew:
         """Whether this process speaks for all: the command's own, or the launcher's first rank."""
         return self.mesh is None or self.mesh.rank == 0
 
-    def meet(self, what: str) -> None:
-        """Wait for the other ranks of a launcher, if there are any."""
+    def meet(self, what: str, *, error: str | None = None) -> None:
+        """Wait for the other ranks of a launcher, if there are any; raise an error on all."""
         if self.mesh is not None:
-            self.mesh.agree(what)
+            self.mesh.agree(what, error=error)
+        elif error is not None:
+            raise InputError(f"{what}: {error}")
 
     def follow(
         self,

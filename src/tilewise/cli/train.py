@@ -17,6 +17,7 @@ from tilewise.comm.pool import RanksError
 from tilewise.layout import Degrees
 from tilewise.plan import Plan
 from tilewise.train.inputs import make_missing
+from tilewise.train.journal import METRICS
 from tilewise.train.loop import train as train_on_rank
 from tilewise.train.recipe import Recipe, read_recipe
 
@@ -33,7 +34,13 @@ def train(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="section.key=value; repeats")
     ] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="latest, or the folder of a checkpoint or of a run")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="folder of the run; runs/RECIPE")] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="write a trace of some steps for each rank")
+    ] = False,
     timeout: Annotated[float, typer.Option(help="seconds to wait for a silent rank")] = 300.0,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
@@ -44,11 +51,12 @@ def train(
     folder = out or Path("runs") / Path(recipe).stem
     crew = Crew(ranks or found.ranks or ranks_of(found), backend=backend, timeout=timeout)
     console = Console(stderr=True, quiet=json_)
+    crew.meet("train", error=_taken(folder) if crew.first and resume is None else None)
     with Show(console) as show:
         prepare_data(found, crew, show)
         with crew:
             try:
-                options = {"out": str(folder)}
+                options = {"out": str(folder), "resume": resume, "profile": profile}
                 results = crew.follow(
                     train_on_rank, found.as_dict(), options, report=show.event, timeout=FOREVER
                 )
@@ -60,6 +68,15 @@ def train(
         print(json.dumps(summary))
     else:
         show.summary(summary)
+
+
+def _taken(folder: Path) -> str | None:
+    """Say why a new run cannot go into a folder."""
+    if not (folder / METRICS).exists():
+        return None
+    return (
+        f"{folder} holds a run; say --resume latest to go on with it, or --out for another folder"
+    )
 
 
 def plan_text(text: str) -> str | dict[str, str]:

@@ -133,6 +133,7 @@ class _Way:
         self.tag = mesh.tag()
         rank = mesh.rank
         self.still = move.local
+        self.kind = "halo" if move.source.axes == move.target.axes else "redistribution"
         self.in_shape = move.source.local_shape(rank)
         self.out_shape = move.target.local_shape(rank)
         self.group: Group | None = None
@@ -239,12 +240,12 @@ class Pending:
         way = self.way
         for message, buffer, work in self.incoming:
             if work is not None:
-                way.mesh.wait(work, "receive", peer=message.peer, layer=way.layer)
+                way.mesh.wait(work, "receive", peer=message.peer, layer=way.layer, kind=way.kind)
             elif not own:
                 continue
             _unpack(out, message, buffer, self.tensor, add=way.adds)
         for message, _, work in self.outgoing:
-            way.mesh.wait(work, "send", peer=message.peer, layer=way.layer)
+            way.mesh.wait(work, "send", peer=message.peer, layer=way.layer, kind=way.kind)
         if _version(self.tensor) != self.version:
             raise CommError(
                 f"exchange of {way.layer}: its slab was changed in place on rank {way.mesh.rank} "

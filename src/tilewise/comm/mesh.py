@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from tilewise.comm.clock import Clock
 from tilewise.comm.trace import Trace
 from tilewise.errors import CommError, MismatchError
 
@@ -48,6 +49,7 @@ class Mesh:
         self, ranks: Sequence[int] | None = None, *, timeout: timedelta | None = None
     ) -> None:
         self.trace = Trace()
+        self.clock = Clock()
         self._timeout = timeout
         self._groups: dict[tuple[int, ...], Group] = {}
         self._next_tag = 0
@@ -123,9 +125,11 @@ class Mesh:
         with self._named("receive", layer, (peer,)):
             return dist.irecv(buffer, self.world_ranks[peer], group=self.group().handle, tag=tag)
 
-    def wait(self, work: Any, operation: str, *, peer: int, layer: str) -> None:
-        """Wait for a send or receive."""
-        with self._named(operation, layer, (peer,)):
+    def wait(
+        self, work: Any, operation: str, *, peer: int, layer: str, kind: str = "redistribution"
+    ) -> None:
+        """Wait for a send or receive; `kind` is what the time counts as."""
+        with self.clock.waiting(kind), self._named(operation, layer, (peer,)):
             work.wait()
 
     def sum(self, buffer: torch.Tensor, group: Group, *, layer: str, wait: bool = True) -> Any:
@@ -133,7 +137,7 @@ class Mesh:
         if group.size == 1 or not buffer.numel():
             return None
         self.trace.add("sum", layer, group.ranks, buffer.numel() * buffer.element_size())
-        with self._named("sum", layer, group.ranks):
+        with self.clock.waiting("sync"), self._named("sum", layer, group.ranks):
             work = dist.all_reduce(buffer, group=group.handle, async_op=not wait)
         return work
 
@@ -141,7 +145,7 @@ class Mesh:
         """Wait for a sum that was started."""
         if work is None:
             return
-        with self._named("sum", layer, group.ranks):
+        with self.clock.waiting("sync"), self._named("sum", layer, group.ranks):
             work.wait()
 
     def total(self, numbers: Sequence[float], *, layer: str) -> list[float]:
@@ -150,7 +154,7 @@ class Mesh:
         if self.size > 1:
             group = self.group()
             self.trace.add("sum", layer, group.ranks, buffer.numel() * buffer.element_size())
-            with self._named("sum", layer, group.ranks):
+            with self.clock.waiting("sync"), self._named("sum", layer, group.ranks):
                 dist.all_reduce(buffer, group=self._hosts())
         return [float(number) for number in buffer]
 
@@ -167,7 +171,7 @@ class Mesh:
         digest = int.from_bytes(hashlib.blake2b(mine.encode(), digest_size=7).digest(), "big")
         extremes = torch.tensor([digest, -digest, int(error is not None)], dtype=torch.int64)
         group = self.group()
-        with self._named("agree", what, group.ranks):
+        with self.clock.waiting("sync"), self._named("agree", what, group.ranks):
             dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._hosts())
         high, low, failed = extremes.tolist()
         if high == -low and not failed:

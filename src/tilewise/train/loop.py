@@ -7,24 +7,41 @@ import sys
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from tilewise.comm import Mesh
 from tilewise.data import Batch, Loader
 from tilewise.errors import TrainingError
-from tilewise.graph import clip_grad_norm_
+from tilewise.train.blame import drifted
+from tilewise.train.checkpoint import Checkpoints
 from tilewise.train.evaluate import evaluate
 from tilewise.train.inputs import make_loader
 from tilewise.train.job import Job, build
 from tilewise.train.journal import Journal
 from tilewise.train.metrics import SMALLER_IS_BETTER
 from tilewise.train.precision import Precision
+from tilewise.train.profile import Profile
 from tilewise.train.recipe import Stop, from_dict
-from tilewise.train.schedule import rate_factor
+from tilewise.train.resume import CHECKPOINTS, find_checkpoint
+from tilewise.train.step import Stepper
 
 Event = dict[str, Any]
+
+
+@dataclass
+class Options:
+    """What a run is told beside its recipe.
+
+    Args:
+        out: the folder of the run.
+        resume: `latest`, or the folder of a checkpoint or of a run to go on from.
+        profile: record some steps.
+    """
+
+    out: str
+    resume: str | None = None
+    profile: bool = False
 
 
 @dataclass
@@ -35,6 +52,7 @@ class Progress:
     step: int = 0
     best: float | None = None
     worse_epochs: int = 0
+    stopped: bool = False
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
@@ -43,12 +61,10 @@ def train(
 ) -> Generator[Event, None, Event]:
     """Train a recipe on the ranks of a mesh; the first rank yields what happens.
 
-    `options` has `out`, the folder of the run.
+    `table` is a recipe and `options` are `Options`, both as plain values. Returns a summary.
     """
-    recipe = from_dict(table)
     started = time.monotonic()
-    job = build(mesh, recipe)
-    run = Run(job, Path(options["out"]))
+    run = Run(build(mesh, from_dict(table)), Options(**options))
     try:
         yield from run.train()
     finally:
@@ -57,7 +73,8 @@ def train(
         "seconds": time.monotonic() - started,
         "steps": run.progress.step,
         "epochs": run.progress.epoch,
-        "peak_bytes": _peak_bytes(),
+        "step_seconds": run.step_seconds / max(run.steps, 1),
+        "peak_bytes": peak_bytes(),
         **run.progress.evaluations,
     }
 
@@ -65,24 +82,41 @@ def train(
 class Run:
     """One run of a job."""
 
-    def __init__(self, job: Job, out: Path) -> None:
-        self.job, self.out, self.mesh = job, out, job.mesh
+    def __init__(self, job: Job, options: Options) -> None:
+        self.job, self.options, self.mesh = job, options, job.mesh
         self.recipe, self.model = job.recipe, job.model
+        self.out = Path(options.out)
         self.progress = Progress()
         self.precision = Precision(self.recipe.train.precision)
+        self.stepper = Stepper(job, self.precision)
+        self.notes: list[str] = []
+        self.steps, self.step_seconds = 0, 0.0
+        self.saved_step = -1
+        self.checkpoints = Checkpoints(
+            self.out / CHECKPOINTS,
+            keep=self.recipe.checkpoint.keep,
+            mesh=self.mesh,
+            say=self.notes.append,
+        )
         self.evaluations: dict[str, Loader] = {}
+        self.model.eval()
         for name, source in (("valid", job.sets.valid), ("test", job.sets.test)):
             if source is not None:
-                self.model.eval()
                 self.evaluations[name] = make_loader(
                     source, self.model.input_covers, self.recipe, self.mesh,
                     training=False, name=name,
                 )  # fmt: skip
+        self.profile = Profile(self.model, self.out / "profile") if options.profile else None
+        resumed = self._resume()
         self.journal: Journal | None = None
         if self.speaks:
-            out.mkdir(parents=True, exist_ok=True)
-            self.model.plan.save(out / "plan.json")
-            self.journal = Journal(out, tensorboard=self.recipe.metrics.tensorboard)
+            self.out.mkdir(parents=True, exist_ok=True)
+            self.model.plan.save(self.out / "plan.json")
+            self.journal = Journal(
+                self.out,
+                after=self.progress.step if resumed else None,
+                tensorboard=self.recipe.metrics.tensorboard,
+            )
 
     @property
     def speaks(self) -> bool:
@@ -97,25 +131,68 @@ class Run:
         if self.journal is not None:
             self.journal.close()
 
+    # -- checkpoints -----------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Save all that is needed to go on from here; the files are written behind what follows."""
+        if self.saved_step == self.progress.step:
+            return
+        self.saved_step = self.progress.step
+        self.checkpoints.save(
+            self.progress.step,
+            model=self.model,
+            optimizer=self.job.optimizer,
+            extra={
+                "progress": vars(self.progress),
+                "loader": self.job.loader.state_dict(),
+                "precision": self.precision.state_dict(),
+                "recipe": self.recipe.as_dict(),
+            },
+        )
+
+    def _resume(self) -> bool:
+        """Go on from the checkpoint that was asked for; returns whether there is one."""
+        if self.options.resume is None:
+            return False
+        folder = find_checkpoint(self.options.resume, self.checkpoints, self.mesh)
+        if folder is None:
+            self.notes.append("there is no checkpoint yet; starting from the first step")
+            return False
+        extra = self.checkpoints.load(folder, model=self.model, optimizer=self.job.optimizer)
+        self.progress = Progress(**extra["progress"])
+        self.precision.load_state_dict(extra["precision"])
+        self.job.loader.load_state_dict(extra["loader"])
+        self.saved_step = self.progress.step
+        return True
+
     # -- epochs ----------------------------------------------------------------------------
 
     def train(self) -> Generator[Event, None, None]:
         """Train until the last epoch or step, or until the recipe's target is reached."""
-        progress, train = self.progress, self.recipe.train
+        progress = self.progress
         if self.speaks:
             yield self._start()
-        stopped = False
-        while progress.epoch < train.epochs and not stopped:
+        yield from self._said()
+        while not self._ended and not progress.stopped:
             yield from self._epoch()
-            ended = progress.epoch == train.epochs or progress.step >= self.job.total_steps
             if "valid" in self.evaluations and (
-                ended or progress.epoch % self.recipe.metrics.epochs == 0
+                self._ended or progress.epoch % self.recipe.metrics.epochs == 0
             ):
                 yield from self._evaluate("valid")
-                stopped = self._target_reached()
-            stopped = stopped or ended
+                progress.stopped = self._target_reached()
+            every = self.recipe.checkpoint.epochs
+            if self._ended or progress.stopped or (every and progress.epoch % every == 0):
+                self.saved_step = -1  # what was found in the evaluation belongs to it
+                self.save()
         if "test" in self.evaluations:
             yield from self._evaluate("test")
+        self.checkpoints.wait()
+        yield from self._said()
+
+    @property
+    def _ended(self) -> bool:
+        progress = self.progress
+        return progress.epoch >= self.recipe.train.epochs or progress.step >= self.job.total_steps
 
     def _start(self) -> Event:
         job = self.job
@@ -128,26 +205,47 @@ class Run:
             "steps_per_epoch": job.steps_per_epoch,
             "samples": len(job.sets.train),
             "ranks": self.mesh.size,
-            "parameters": sum(p.numel() for p in self.model.parameters()),
             "notes": list(self.model.plan.notes),
         }
 
+    def _said(self) -> Generator[Event, None, None]:
+        """Report what is to be told in words."""
+        while self.notes:
+            text = self.notes.pop(0)
+            if self.speaks:
+                yield {"kind": "note", "step": self.progress.step, "text": text}
+
     def _epoch(self) -> Generator[Event, None, None]:
         self.job.train_mode()
-        progress = self.progress
+        progress, every = self.progress, self.recipe.checkpoint.steps
+        clock = _Times(self.mesh)
         for batches in self._groups():
-            record = self._step(batches)
+            waited = clock.lap()
+            if self.profile is not None:
+                self.profile.before_step()
+            record = self.stepper.step(progress.step, batches)
+            if self.profile is not None and self.profile.after_step():
+                self.notes.append(f"trace of this rank: {self.profile.path}")
             progress.step += 1
+            self._check_replicas()
+            record |= clock.record(waited, sum(batch.size for batch in batches))
+            self.steps, self.step_seconds = self.steps + 1, self.step_seconds + record["seconds"]
             if self.speaks:
-                record = {"kind": "train", "epoch": progress.epoch, "step": progress.step, **record}
-                if self.journal is not None and (
-                    progress.step % self.recipe.metrics.log_steps == 0
-                ):
-                    self.journal.write(record)
-                yield record
+                yield self._noted(record)
+            yield from self._said()
+            if every and progress.step % every == 0:
+                self.save()
             if progress.step >= self.job.total_steps:
                 break
+            clock.lap()
         progress.epoch += 1
+
+    def _noted(self, record: Event) -> Event:
+        progress = self.progress
+        record = {"kind": "train", "epoch": progress.epoch, "step": progress.step, **record}
+        if self.journal is not None and progress.step % self.recipe.metrics.log_steps == 0:
+            self.journal.write(record)
+        return record
 
     def _groups(self) -> Iterator[list[Batch]]:
         """Yield the batches of each optimizer step; the last one may have fewer."""
@@ -160,49 +258,19 @@ class Run:
         if group:
             yield group
 
-    # -- steps -----------------------------------------------------------------------------
-
-    def _step(self, batches: list[Batch]) -> Event:
-        job, train = self.job, self.recipe.train
-        started = time.perf_counter()
-        rate = train.lr * rate_factor(self.recipe.schedule, self.progress.step, job.total_steps)
-        for group in job.optimizer.param_groups:
-            group["lr"] = rate
-        samples = sum(batch.size for batch in batches)
-        loss = 0.0
-        for number, batch in enumerate(batches):
-            share = batch.size / samples
-            if number + 1 < len(batches):
-                with self.model.no_sync():
-                    loss += self._pass(batch, share)
-            else:
-                loss += self._pass(batch, share)
-        self.precision.unscale(self.model)
-        limit = float("inf") if train.clip is None else train.clip
-        norm = float(clip_grad_norm_(self.model, limit))
-        if not isfinite(loss):
-            raise TrainingError(f"step {self.progress.step + 1}: the loss is {loss}")
-        self.precision.note(isfinite(norm))
-        if isfinite(norm):
-            job.optimizer.step()
-        elif not self.precision.scaled:
-            raise TrainingError(f"step {self.progress.step + 1}: the gradients' norm is {norm}")
-        job.optimizer.zero_grad()
-        seconds = time.perf_counter() - started
-        return {
-            "loss": loss,
-            "lr": rate,
-            "grad_norm": norm,
-            "samples_per_s": samples / seconds,
-            "seconds": seconds,
-        }
-
-    def _pass(self, batch: Batch, share: float) -> float:
-        """Run forward and backward on some samples of a step; returns their part of its loss."""
-        with self.precision.autocast():
-            loss = self.model.loss(*batch, batch=batch.size) * share
-        self.precision.scale_loss(loss).backward()
-        return float(loss.detach())
+    def _check_replicas(self) -> None:
+        """Raise on all ranks if replicas of a tensor have drifted apart."""
+        every = self.recipe.train.checksum
+        if not every or self.progress.step % every:
+            return
+        found = drifted(self.model)
+        if found is not None:
+            name, ranks = found
+            raise TrainingError(
+                f"step {self.progress.step}: the replicas of {name} have drifted apart: rank"
+                f"{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} hold another value "
+                "than the first; resume from the last checkpoint, and suspect the machine"
+            )
 
     # -- evaluation ------------------------------------------------------------------------
 
@@ -238,10 +306,39 @@ class Run:
         return reached(stop, found[stop.metric], self.progress)
 
 
+class _Times:
+    """Where the time of a step goes on this rank."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.waits = dict(mesh.clock.seconds)
+        self.start = time.perf_counter()
+
+    def lap(self) -> float:
+        """Return the seconds since the last lap, and begin another."""
+        now = time.perf_counter()
+        seconds, self.start = now - self.start, now
+        self.waits = dict(self.mesh.clock.seconds)
+        return seconds
+
+    def record(self, waited: float, samples: int) -> Event:
+        """Return the time of a step, input included, and the shares of what it was spent on."""
+        inside = time.perf_counter() - self.start
+        total = inside + waited
+        parts = {
+            kind: seconds - self.waits[kind] for kind, seconds in self.mesh.clock.seconds.items()
+        }
+        shares = {"compute": inside - sum(parts.values()), **parts, "input": waited}
+        return {
+            "seconds": total,
+            "samples_per_s": samples / total,
+            "shares": {kind: round(seconds / total, 4) for kind, seconds in shares.items()},
+        }
+
+
 def reached(stop: Stop, value: float, progress: Progress) -> bool:
     """Whether a value is at the target, or has not got better for as long as one waits."""
-    smaller = stop.metric.split("/")[0] in SMALLER_IS_BETTER
-    sign = -1.0 if smaller else 1.0
+    sign = -1.0 if stop.metric.split("/")[0] in SMALLER_IS_BETTER else 1.0
     if stop.target is not None and sign * value >= sign * stop.target:
         return True
     if progress.best is None or sign * value > sign * progress.best:
@@ -251,7 +348,7 @@ def reached(stop: Stop, value: float, progress: Progress) -> bool:
     return stop.patience is not None and progress.worse_epochs >= stop.patience
 
 
-def _peak_bytes() -> int:
+def peak_bytes() -> int:
     """Return the most memory that this process has held so far."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
