@@ -25,10 +25,10 @@ from torch.nn import functional as F
 
 import tilewise as tw
 from tilewise import Mesh, ParallelModel
+from tilewise.comm.pool import Pool
 from tilewise.errors import CheckpointError
 from tilewise.graph import Graph
 from tilewise.testing import ranks
-from tilewise.testing.ranks import Pool
 from tilewise.train import storage
 from tilewise.train.checkpoint import Checkpoints, whole_state_dict
 from tilewise.train.manifest import MANIFEST, Manifest

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tilewise.comm import Mesh
+from tilewise.comm.pool import Pool
 from tilewise.planner.fit import (
     Timed,
     arithmetic_error,
@@ -32,7 +33,6 @@ from tilewise.planner.fit import (
     peak_of,
 )
 from tilewise.planner.machine import Compute, Machine
-from tilewise.testing.ranks import Pool
 
 SECONDS = 0.25
 MESSAGES = (1_000, 10_000, 100_000, 1_000_000, 4_000_000)

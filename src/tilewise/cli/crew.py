@@ -17,8 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tilewise.cli.naming import InputError
 from tilewise.comm import Mesh
 from tilewise.comm.launch import engine, join, launched
+from tilewise.comm.pool import Pool, exhausted
 from tilewise.errors import CommError
-from tilewise.testing.ranks import Pool, exhausted
 
 
 class Crew:

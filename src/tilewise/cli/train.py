@@ -15,9 +15,9 @@ from rich.console import Console
 from tilewise.cli.crew import Crew
 from tilewise.cli.naming import InputError, parse_plan
 from tilewise.cli.train_show import Show, show_check
+from tilewise.comm.pool import RanksError
 from tilewise.layout import Degrees
 from tilewise.plan import Plan
-from tilewise.testing.ranks import RanksError
 from tilewise.train.check import check as check_recipe
 from tilewise.train.inputs import make_missing
 from tilewise.train.journal import METRICS
