@@ -24,6 +24,7 @@ from tilewise.train.inputs import Sets, examples, make_loader, open_sets
 from tilewise.train.losses import loss_function, loss_sums
 from tilewise.train.metrics import MeanLoss, Metric, make_metric
 from tilewise.train.optimizer import make_optimizer
+from tilewise.train.payload import Payload
 from tilewise.train.recipe import Recipe
 
 
@@ -124,10 +125,13 @@ def load_pretrained(model: nn.Module, path: Path, fresh: Sequence[str]) -> None:
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
-    """Read a state dict from a file of torch's, without unpickling code."""
+    """Read a state dict from a safetensors file or one of torch's; no code in it is run."""
     if not path.is_file():
         raise RecipeError(f"recipe: model.pretrained: there is no file {path}")
     try:
+        if path.suffix == ".safetensors":
+            payload = Payload(path)
+            return {name: payload.tensor(name).clone() for name in payload.entries}
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise RecipeError(f"recipe: model.pretrained: {path} cannot be read: {error}") from error
