@@ -28,7 +28,7 @@ class RunLock:
     def __enter__(self) -> RunLock:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            file = open(self.folder / NAME, "a+", encoding="utf-8")  # noqa: SIM115
+            file = open(self.folder / NAME, "a+", encoding="utf-8")
         except OSError as error:
             raise TrainingError(f"{self.folder}: a run cannot write there ({error})") from error
         try:
