@@ -9,6 +9,7 @@ import typer
 from tilewise.cli.bench import bench_app
 from tilewise.cli.calibrate import calibrate
 from tilewise.cli.data import data_app
+from tilewise.cli.exits import exit_code
 from tilewise.cli.export import export
 from tilewise.cli.plan import plan
 from tilewise.cli.predict import predict
@@ -38,9 +39,9 @@ def _root() -> None:
 
 
 def main() -> None:
-    """Run the command; bad input ends in one line and exit code 2."""
+    """Run the command; bad input ends in one line and exit code 2, a run that failed in 1."""
     try:
         app()
     except TilewiseError as error:
         print(f"tilewise: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(exit_code(error))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,18 +15,19 @@ import typer
 from rich.console import Console
 
 from tilewise.cli.crew import Crew
-from tilewise.cli.naming import InputError, parse_plan
+from tilewise.cli.exits import STOPPED_CODE
+from tilewise.cli.naming import parse_plan
 from tilewise.cli.train_show import Show, show_check
-from tilewise.comm.pool import RanksError
+from tilewise.errors import TilewiseError
 from tilewise.layout import Degrees
 from tilewise.plan import Plan
 from tilewise.train.check import check as check_recipe
 from tilewise.train.inputs import make_missing
 from tilewise.train.journal import METRICS
+from tilewise.train.lock import RunLock
 from tilewise.train.loop import train as train_on_rank
 from tilewise.train.recipe import Recipe, read_recipe
-
-FOREVER = 20 * 24 * 3600.0
+from tilewise.train.resume import CHECKPOINTS
 
 
 def train(
@@ -48,6 +51,9 @@ def train(
         bool, typer.Option("--check", help="validate model, data, plan and memory; do not train")
     ] = False,
     timeout: Annotated[float, typer.Option(help="seconds to wait for a silent rank")] = 300.0,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="how often local ranks that fail are started again")
+    ] = 0,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Train as RECIPE says, on local ranks or on those of a launcher."""
@@ -60,23 +66,27 @@ def train(
     folder = out or Path("runs") / Path(recipe).stem
     crew = Crew(ranks or found.ranks or ranks_of(found), backend=backend, timeout=timeout)
     console = Console(stderr=True, quiet=json_)
-    crew.meet("train", error=_taken(folder) if crew.first and resume is None else None)
-    with Show(console) as show:
+    with claimed(crew, folder, resume), Show(console) as show, crew:
         prepare_data(found, crew, show)
-        with crew:
-            try:
-                options = {"out": str(folder), "resume": resume, "profile": profile}
-                results = crew.follow(
-                    train_on_rank, found.as_dict(), options, report=show.event, timeout=FOREVER
-                )
-            except RanksError as error:
-                raise InputError(f"train: {error}") from error
+
+        def arguments(attempt: int) -> tuple[Any, ...]:
+            saved = attempt and any((folder / CHECKPOINTS).glob("step-*"))
+            start = "latest" if saved else resume
+            return found.as_dict(), {"out": str(folder), "resume": start, "profile": profile}
+
+        results = crew.follow(
+            train_on_rank, arguments,
+            report=show.event, say=show.say, folder=folder, max_restarts=max_restarts,
+        )  # fmt: skip
     summary = {**results[0], "peak_bytes": [one["peak_bytes"] for one in results]}
     summary |= {"ranks": crew.size, "out": str(folder)}
     if json_:
         print(json.dumps(summary))
     else:
         show.summary(summary)
+    if summary["preempted"]:
+        show.say(f"stopped and saved at step {summary['steps']}; --resume latest goes on")
+        raise typer.Exit(STOPPED_CODE)
 
 
 def _check(recipe: Recipe, ranks: int, json_: bool) -> None:
@@ -89,13 +99,23 @@ def _check(recipe: Recipe, ranks: int, json_: bool) -> None:
     sys.exit(0 if found.fits else 1)
 
 
-def _taken(folder: Path) -> str | None:
-    """Say why a new run cannot go into a folder."""
-    if not (folder / METRICS).exists():
-        return None
-    return (
-        f"{folder} holds a run; say --resume latest to go on with it, or --out for another folder"
-    )
+@contextmanager
+def claimed(crew: Crew, folder: Path, resume: str | None) -> Iterator[None]:
+    """Hold the folder of a run, on one process for all; a folder that is taken is an error."""
+    with ExitStack() as held:
+        problem = None
+        if crew.first:
+            try:
+                held.enter_context(RunLock(folder))
+                if resume is None and (folder / METRICS).exists():
+                    problem = (
+                        f"{folder} holds a run; say --resume latest to go on with it, or --out for "
+                        "another folder"
+                    )
+            except TilewiseError as error:
+                problem = str(error)
+        crew.meet("train", error=problem)
+        yield
 
 
 def plan_text(text: str) -> str | dict[str, str]:

@@ -144,9 +144,13 @@ class Checkpoints:
         return final
 
     def _delete_old(self) -> None:
-        """Delete all but the newest; a crash in the middle leaves none that looks whole."""
+        """Delete all but the newest steps; a crash in the middle leaves none that looks whole."""
         try:
-            for old in self._found()[self.keep :]:
+            newest: dict[str, Path] = {}
+            for folder in self._found():
+                newest.setdefault(folder.stem, folder)
+            kept = list(newest.values())[: self.keep]
+            for old in [folder for folder in self._found() if folder not in kept]:
                 aside = old.with_name(f".{old.name}.deleted")
                 old.rename(aside)
                 sync_folder(self.folder)

@@ -21,6 +21,7 @@ from tilewise.train.job import Job, build
 from tilewise.train.journal import Journal
 from tilewise.train.metrics import SMALLER_IS_BETTER
 from tilewise.train.precision import Precision
+from tilewise.train.preempt import Preemption
 from tilewise.train.profile import Profile
 from tilewise.train.recipe import Stop, from_dict
 from tilewise.train.resume import CHECKPOINTS, find_checkpoint
@@ -64,12 +65,12 @@ def train(
     `table` is a recipe and `options` are `Options`, both as plain values. Returns a summary.
     """
     started = time.monotonic()
-    run = Run(build(mesh, from_dict(table)), Options(**options))
-    try:
+    with Preemption(mesh) as preemption:
+        run = Run(build(mesh, from_dict(table)), Options(**options), preemption)
         yield from run.train()
-    finally:
-        run.close()
+    run.close()  # after an error it would wait for ranks that may be gone
     return {
+        "preempted": run.preempted,
         "seconds": time.monotonic() - started,
         "steps": run.progress.step,
         "epochs": run.progress.epoch,
@@ -82,8 +83,9 @@ def train(
 class Run:
     """One run of a job."""
 
-    def __init__(self, job: Job, options: Options) -> None:
+    def __init__(self, job: Job, options: Options, preemption: Preemption) -> None:
         self.job, self.options, self.mesh = job, options, job.mesh
+        self.preemption, self.preempted = preemption, False
         self.recipe, self.model = job.recipe, job.model
         self.out = Path(options.out)
         self.progress = Progress()
@@ -174,7 +176,11 @@ class Run:
             yield self._start()
         yield from self._said()
         while not self._ended and not progress.stopped:
-            yield from self._epoch()
+            if self.job.loader.epoch == progress.epoch:  # else it was saved after its last step
+                yield from self._epoch()
+            if self.preempted:
+                break
+            progress.epoch += 1
             if "valid" in self.evaluations and (
                 self._ended or progress.epoch % self.recipe.metrics.epochs == 0
             ):
@@ -184,7 +190,7 @@ class Run:
             if self._ended or progress.stopped or (every and progress.epoch % every == 0):
                 self.saved_step = -1  # what was found in the evaluation belongs to it
                 self.save()
-        if "test" in self.evaluations:
+        if "test" in self.evaluations and not self.preempted:
             yield from self._evaluate("test")
         self.checkpoints.wait()
         yield from self._said()
@@ -233,12 +239,14 @@ class Run:
             if self.speaks:
                 yield self._noted(record)
             yield from self._said()
-            if every and progress.step % every == 0:
-                self.save()
             if progress.step >= self.job.total_steps:
                 break
+            self.preempted = self.preemption.agreed()
+            if self.preempted or (every and progress.step % every == 0):
+                self.save()
+            if self.preempted:
+                return
             clock.lap()
-        progress.epoch += 1
 
     def _noted(self, record: Event) -> Event:
         progress = self.progress

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from tilewise import errors
 from tilewise.comm.failure import Failure, cause, in_a_line
 from tilewise.comm.pool import Pool, RanksError
-from tilewise.errors import CommError, TrainingError
+from tilewise.errors import CommError, TilewiseError, TrainingError
 from tilewise.train.preempt import SIGNALS
 
 LOG = "failure.log"
@@ -53,10 +55,10 @@ def supervise(
             failures = error.failures
             if not failures:
                 raise TrainingError(f"train: {error}") from error
-            text = in_a_line(failures) + _logged(folder, failures, attempt)
             if attempt == max_restarts or not _may_pass(failures):
-                raise TrainingError(text) from None
+                raise explained(failures, folder) from None
             attempt += 1
+            text = in_a_line(failures) + _logged(folder, failures)
             say(
                 f"{text}; starting again from the last checkpoint (restart {attempt} of "
                 f"{max_restarts})"
@@ -71,13 +73,20 @@ def _may_pass(failures: Sequence[Failure]) -> bool:
     return not first.on_purpose or first.kind == CommError.__name__
 
 
-def _logged(folder: Path, failures: Sequence[Failure], attempt: int) -> str:
+def explained(failures: Sequence[Failure], folder: Path) -> TilewiseError:
+    """Return one error for what went wrong on ranks, of the kind that the first of them met."""
+    kind = getattr(errors, cause(failures).kind, TrainingError)
+    found: TilewiseError = kind(in_a_line(failures) + _logged(folder, failures))
+    return found
+
+
+def _logged(folder: Path, failures: Sequence[Failure]) -> str:
     """Write tracebacks to a file, if there are any; returns where they are, in words."""
     traces = [one for one in failures if one.trace]
     if not traces:
         return ""
     path = folder / LOG
-    lines = [f"-- attempt {attempt}, rank {one.rank}: {one.text}\n{one.trace}" for one in traces]
+    lines = [f"-- {time.ctime()}, rank {one.rank}: {one.text}\n{one.trace}" for one in traces]
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write("\n".join(lines))
