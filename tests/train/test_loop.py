@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import Regressor, losses, make_set, recipe, trained
 
+from small_runs import Regressor, losses, make_set, recipe, trained
 from tilewise.testing.ranks import RanksError
 from tilewise.train.checkpoint import whole_state_dict
 from tilewise.train.loop import Progress, reached
@@ -94,7 +94,7 @@ def test_pretrained_values_and_frozen_layers(numbers: Path, tmp_path: Path) -> N
         torch.testing.assert_close(found[name], state[name].double(), rtol=0, atol=0)
     assert not torch.equal(found["features.4.weight"], state["features.4.weight"].double())
     table["model"]["fresh"] = []
-    with pytest.raises(RanksError, match="head.weight has shape .* name its layer in model.fresh"):
+    with pytest.raises(RanksError, match=r"head.weight has shape .* name its layer in model.fresh"):
         trained(2, table, tmp_path / "again")
 
 
@@ -131,7 +131,9 @@ def test_a_loss_that_is_not_finite_names_its_layer(numbers: Path, tmp_path: Path
     table = recipe(
         numbers, plan="d2", model_args={"overflow": True}, train_precision="float32", train_epochs=1
     )
-    with pytest.raises(RanksError, match="step 1: the loss is nan; first in #mul.1, on ranks 0, 1"):
+    with pytest.raises(
+        RanksError, match=r"step 1: the loss is nan; first in #mul.1, on ranks 0, 1"
+    ):
         trained(2, table, tmp_path / "stop")
     table["train"]["nan"] = "skip"
     _, journal = trained(2, table, tmp_path / "skip")
@@ -147,7 +149,7 @@ def test_a_run_stops_at_its_target(numbers: Path, tmp_path: Path) -> None:
     stop = {"metric": "mse", "target": 1e9}
     summary, _ = trained(2, recipe(numbers, train_stop=stop, train_epochs=5), tmp_path / "run")
     assert summary["epochs"] == 1
-    with pytest.raises(RanksError, match="train.stop.metric .* must be one of loss, mse, mae"):
+    with pytest.raises(RanksError, match=r"train.stop.metric .* must be one of loss, mse, mae"):
         trained(2, recipe(numbers, train_stop={"metric": "dice"}), tmp_path / "other")
 
 
