@@ -168,9 +168,7 @@ def snapshots(mesh: Mesh, graph: Graph, folder: Path) -> None:
     checkpoints.load(latest, model=model, optimizer=optimizer)
     for name, tensor in tw.full_state_dict(model).items():
         assert torch.equal(tensor, before[name]), name
-    checkpoints.save(
-        6, model=model, optimizer=optimizer
-    )  # beside the first, until it is whole
+    checkpoints.save(6, model=model, optimizer=optimizer)  # beside the first, until it is whole
     assert checkpoints.latest() == folder / "step-00000006.1"
 
 
