@@ -10,7 +10,9 @@ from tilewise.cli.bench import bench_app
 from tilewise.cli.calibrate import calibrate
 from tilewise.cli.data import data_app
 from tilewise.cli.exits import exit_code
+from tilewise.cli.export import export
 from tilewise.cli.plan import plan
+from tilewise.cli.predict import predict
 from tilewise.cli.train import train
 from tilewise.cli.verify import verify
 from tilewise.errors import TilewiseError
@@ -25,6 +27,8 @@ app.command()(verify)
 app.command()(plan)
 app.command()(calibrate)
 app.command()(train)
+app.command()(predict)
+app.command()(export)
 app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,10 +17,11 @@ from rich.console import Console
 from tilewise.cli.crew import Crew
 from tilewise.cli.exits import STOPPED_CODE
 from tilewise.cli.naming import parse_plan
-from tilewise.cli.train_show import Show
+from tilewise.cli.train_show import Show, show_check
 from tilewise.errors import TilewiseError
 from tilewise.layout import Degrees
 from tilewise.plan import Plan
+from tilewise.train.check import check as check_recipe
 from tilewise.train.inputs import make_missing
 from tilewise.train.journal import METRICS
 from tilewise.train.lock import RunLock
@@ -44,6 +47,9 @@ def train(
     profile: Annotated[
         bool, typer.Option("--profile", help="write a trace of some steps for each rank")
     ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="validate model, data, plan and memory; do not train")
+    ] = False,
     timeout: Annotated[float, typer.Option(help="seconds to wait for a silent rank")] = 300.0,
     max_restarts: Annotated[
         int, typer.Option(min=0, help="how often local ranks that fail are started again")
@@ -54,6 +60,9 @@ def train(
     found = read_recipe(recipe, set_ or ())
     if plan is not None:
         found = found.model_copy(update={"plan": plan_text(plan)})
+    if check:
+        _check(found, ranks or found.ranks or ranks_of(found), json_)
+        return
     folder = out or Path("runs") / Path(recipe).stem
     crew = Crew(ranks or found.ranks or ranks_of(found), backend=backend, timeout=timeout)
     console = Console(stderr=True, quiet=json_)
@@ -78,6 +87,16 @@ def train(
     if summary["preempted"]:
         show.say(f"stopped and saved at step {summary['steps']}; --resume latest goes on")
         raise typer.Exit(STOPPED_CODE)
+
+
+def _check(recipe: Recipe, ranks: int, json_: bool) -> None:
+    """Show what a recipe comes to; exit with 1 if it does not fit the memory."""
+    found = check_recipe(recipe, ranks)
+    if json_:
+        print(json.dumps({**asdict(found), "fits": found.fits, "ranks": ranks}))
+    else:
+        show_check(found, recipe, ranks)
+    sys.exit(0 if found.fits else 1)
 
 
 @contextmanager

@@ -12,6 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from tilewise.train.check import Checked
+from tilewise.train.recipe import Recipe
+
 EVERY_S = 10.0
 HIDDEN = ("kind", "step", "epoch", "seconds")
 
@@ -96,6 +99,8 @@ class Show:
         self.say(event["text"])
 
     def _train(self, event: dict[str, Any]) -> None:
+        if "skipped" in event:
+            self.say(f"step {event['step']} is left out: {event['skipped']}")
         text = self._status(event)
         if self.task is not None:
             where = f"epoch {event['epoch'] + 1}/{self.facts['epochs']}"
@@ -112,7 +117,8 @@ class Show:
             )
 
     def _status(self, event: dict[str, Any]) -> str:
-        parts = [f"loss {event['loss']:.4g}", f"{event['samples_per_s']:.3g} samples/s"]
+        loss = "left out" if event["loss"] is None else f"loss {event['loss']:.4g}"
+        parts = [loss, f"{event['samples_per_s']:.3g} samples/s"]
         shares = event.get("shares")
         if shares:
             parts.append(", ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items()))
@@ -146,3 +152,33 @@ class Show:
             for name, value in summary.get(kind, {}).items():
                 table.add_row(f"{kind} {name}", f"{value:.5g}")
         Console(quiet=self.console.quiet).print(table)
+
+
+def show_check(found: Checked, recipe: Recipe, ranks: int) -> None:
+    """Print what a recipe comes to."""
+    table = Table(title=f"{recipe.model.name} on {ranks} ranks")
+    table.add_column("")
+    table.add_column("", justify="right")
+    dealt = ", ".join(f"{count} {name}" for name, count in found.samples.items())
+    table.add_row("model", f"{found.parameters:,} parameters, {found.layers} layers")
+    table.add_row("samples", dealt)
+    table.add_row(
+        "input", f"{_times(found.input_shape)}, of which a rank {_times(found.slab_shape)}"
+    )
+    table.add_row(
+        "memory of a rank", f"{_mib(found.model_bytes)} and {_mib(found.input_bytes)} input"
+    )
+    table.add_row("memory there is", _mib(found.limit_bytes))
+    console = Console()
+    console.print(table)
+    for note in found.notes:
+        console.print(f"note: {note}", highlight=False)
+    console.print("[green]fits[/]" if found.fits else "[red]does not fit the memory[/]")
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape))
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"

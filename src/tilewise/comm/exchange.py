@@ -30,6 +30,8 @@ class Exchange:
     Communication: one message to each peer that needs anything, none to oneself; partial sums
         that stay where they are go through one all-reduce over the ranks that share them.
     Adjoint: the same for the move back.
+
+    `kind` is what waiting for it counts as: `halo`, `redistribution` or `sync`.
     """
 
     def __init__(
@@ -40,14 +42,17 @@ class Exchange:
         *,
         layer: str,
         fill: float = 0.0,
+        kind: str | None = None,
     ) -> None:
         source = Cover.of(source) if isinstance(source, Layout) else source
         target = Cover.of(target) if isinstance(target, Layout) else target
         self.mesh = mesh
         self.layer = layer
         move = Move(source, target)
-        self.forth = _Way(mesh, move, layer, fill)
-        self.back = _Way(mesh, move.adjoint, f"{layer} (backward)", 0.0)
+        if kind is None:
+            kind = "halo" if source.axes == target.axes else "redistribution"
+        self.forth = _Way(mesh, move, layer, fill, kind)
+        self.back = _Way(mesh, move.adjoint, f"{layer} (backward)", 0.0, kind)
 
     @property
     def core(self) -> Box | None:
@@ -128,12 +133,11 @@ class _ExchangeFunction(torch.autograd.Function):
 class _Way:
     """One direction of an exchange on this rank."""
 
-    def __init__(self, mesh: Mesh, move: Move, layer: str, fill: float) -> None:
-        self.mesh, self.layer, self.fill = mesh, layer, fill
+    def __init__(self, mesh: Mesh, move: Move, layer: str, fill: float, kind: str) -> None:
+        self.mesh, self.layer, self.fill, self.kind = mesh, layer, fill, kind
         self.tag = mesh.tag()
         rank = mesh.rank
         self.still = move.local
-        self.kind = "halo" if move.source.axes == move.target.axes else "redistribution"
         self.in_shape = move.source.local_shape(rank)
         self.out_shape = move.target.local_shape(rank)
         self.group: Group | None = None

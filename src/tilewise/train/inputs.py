@@ -8,17 +8,20 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tilewise import data
 from tilewise.comm import Mesh
 from tilewise.data.open import read_facts
-from tilewise.data.synthetic import generate
-from tilewise.errors import RecipeError
+from tilewise.data.region import Array, Box
+from tilewise.data.source import Counts, Storage
+from tilewise.data.synthetic.generate import generate, kind_named
+from tilewise.errors import DataError, RecipeError
 from tilewise.layout import Cover, Layout
 from tilewise.planner.search import parse_bytes
-from tilewise.train.recipe import DataSection, Recipe
+from tilewise.train.recipe import DataSection, Make, Recipe
 
 TRANSFORMS: dict[str, Callable[..., Any]] = {
     "log1p": data.Log1p,
@@ -69,11 +72,12 @@ def make_missing(section: DataSection, progress: Callable[[int], None] | None = 
 
 
 def open_sets(recipe: Recipe) -> Sets:
-    """Open the recipe's sets and deal the samples out, the same on every rank."""
+    """Open the recipe's sets and deal the samples out, the same on every rank.
+
+    A set that is yet to be made has its shapes only.
+    """
     section = recipe.data
-    path = Path(section.path)
-    facts = read_facts(path) if (path / "set.json").is_file() else {}
-    whole = data.open_source(path, section.fields)
+    whole, facts = _open(section)
     others = [_other(section.valid, section), _other(section.test, section)]
     shares = list(section.shares) + [0.0] * (3 - len(section.shares))
     if any(other is not None for other in others):
@@ -87,6 +91,43 @@ def open_sets(recipe: Recipe) -> Sets:
     if train is None:
         raise RecipeError(f"recipe: data.shares (={section.shares}) leave no sample to train on")
     return Sets(train, valid, test, facts)
+
+
+class Unmade(data.Source):
+    """A set that the recipe says how to make, before it is made: its shapes, but no samples."""
+
+    def __init__(self, make: Make, fields: Sequence[str] | None) -> None:
+        self.count, self.counts = make.count, Counts()
+        found = kind_named(make.kind).fields(make.size)
+        self.fields = {
+            name: data.Field(found[name].shape, np.dtype(found[name].dtype))
+            for name in fields or found
+        }
+
+    def __len__(self) -> int:
+        return self.count
+
+    def storage(self, field: str) -> Storage:
+        return Storage(self.fields[field].shape, self.fields[field].dtype.itemsize)
+
+    def place(self, index: int, field: str) -> str:
+        return "a set that is not made yet"
+
+    def touched(self, index: int, field: str, box: Box) -> int:
+        return 0
+
+    def fill(self, index: int, field: str, box: Box, out: Array) -> None:
+        raise DataError("data: the set is not made yet")
+
+
+def _open(section: DataSection) -> tuple[data.Source, dict[str, Any]]:
+    path = Path(section.path)
+    if section.make is not None and not path.exists():
+        make = section.make
+        facts = kind_named(make.kind).facts(make.size, make.count, make.seed)
+        return Unmade(make, section.fields), facts
+    facts = read_facts(path) if (path / "set.json").is_file() else {}
+    return data.open_source(path, section.fields), facts
 
 
 def _dealt(
@@ -151,6 +192,20 @@ def augments(section: DataSection) -> list[Any]:
     return [_built("data.augment", one, AUGMENTS) for one in section.augment]
 
 
+def transforms(source: data.Source, section: DataSection) -> dict[str, list[Any]]:
+    """Build the transforms of each field."""
+    unknown = [name for name in section.transforms if name not in source.fields]
+    if unknown:
+        raise RecipeError(
+            f"recipe: data.transforms names {unknown[0]!r}; the fields are "
+            f"{', '.join(source.fields)}"
+        )
+    return {
+        name: [_built(f"data.transforms.{name}", one, TRANSFORMS) for one in some]
+        for name, some in section.transforms.items()
+    }
+
+
 def make_loader(
     source: data.Source,
     layouts: Sequence[Layout | Cover],
@@ -164,21 +219,9 @@ def make_loader(
     """Return a loader of the recipe's samples; only training shuffles and augments."""
     section = recipe.data
     names = list(source.fields) if fields is None else list(fields)
-    unknown = [name for name in section.transforms if name not in source.fields]
-    if unknown:
-        raise RecipeError(
-            f"recipe: data.transforms names {unknown[0]!r}; the fields are "
-            f"{', '.join(source.fields)}"
-        )
     kinds = dict(zip(source.fields, dtypes(source, recipe)))
-    transforms = {
-        name: [
-            *(_built(f"data.transforms.{name}", one, TRANSFORMS)
-              for one in section.transforms.get(name, ())),
-            kinds[name],
-        ]
-        for name in names
-    }  # fmt: skip
+    found = transforms(source, section)
+    changes = {name: [*found.get(name, ()), kinds[name]] for name in names}
     crops = [one for one in augments(section) if isinstance(one, data.Crop)]
     return data.loader(
         source,
@@ -190,7 +233,7 @@ def make_loader(
         drop_last=training and section.drop_last,
         prefetch=section.prefetch,
         store_bytes=None if section.store is None else parse_bytes(section.store),
-        transforms=transforms,
+        transforms=changes,
         augment=augments(section) if training else [data.Crop(c.size, centre=True) for c in crops],
         finite=section.finite,
         mesh=mesh,

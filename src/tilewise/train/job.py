@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import tilewise
 from tilewise import data
 from tilewise.comm import Mesh
 from tilewise.errors import RecipeError
@@ -23,6 +24,7 @@ from tilewise.train.inputs import Sets, examples, make_loader, open_sets
 from tilewise.train.losses import loss_function, loss_sums
 from tilewise.train.metrics import MeanLoss, Metric, make_metric
 from tilewise.train.optimizer import make_optimizer
+from tilewise.train.payload import Payload
 from tilewise.train.recipe import Recipe
 
 
@@ -69,8 +71,7 @@ def build(mesh: Mesh, recipe: Recipe) -> Job:
     x, *targets = examples(sets.train, recipe)
     plain = build_model(recipe)
     frozen = freeze(plain, recipe.model.frozen)
-    graph = capture(plain, x, loss_function(recipe), targets=tuple(targets))
-    plan = choose_plan(graph, recipe, mesh.size)
+    graph, plan = planned(plain, x, tuple(targets), recipe, mesh)
     model = ParallelModel(plain, graph, plan, mesh, seed=recipe.train.seed)
     del plain
     optimizer = make_optimizer(recipe.train, model.parameters())
@@ -124,10 +125,13 @@ def load_pretrained(model: nn.Module, path: Path, fresh: Sequence[str]) -> None:
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
-    """Read a state dict from a file of torch's, without unpickling code."""
+    """Read a state dict from a safetensors file or one of torch's; no code in it is run."""
     if not path.is_file():
         raise RecipeError(f"recipe: model.pretrained: there is no file {path}")
     try:
+        if path.suffix == ".safetensors":
+            payload = Payload(path)
+            return {name: payload.tensor(name).clone() for name in payload.entries}
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise RecipeError(f"recipe: model.pretrained: {path} cannot be read: {error}") from error
@@ -160,18 +164,30 @@ def _names(pattern: str, name: str) -> bool:
     return any(path == pattern or fnmatchcase(path, pattern) for path in around)
 
 
-def choose_plan(graph: Graph, recipe: Recipe, ranks: int) -> Plan:
-    """Return the recipe's plan for so many ranks, with the recipe's options."""
-    plan = as_plan(graph, recipe.plan)
+def planned(
+    model: nn.Module, x: Tensor, targets: tuple[Tensor, ...], recipe: Recipe, mesh: Mesh
+) -> tuple[Graph, Plan]:
+    """Capture the model with its loss, and plan it for the ranks of a mesh."""
+    loss = loss_function(recipe)
+    if recipe.plan == "auto":
+        limit: dict[str, Any] = {} if recipe.memory is None else {"memory": recipe.memory}
+        found = tilewise.parallelize(
+            model, x, "auto", loss=loss, targets=targets, mesh=mesh, **limit
+        )
+        return found.graph, with_options(found.plan, recipe)
+    graph = capture(model, x, loss, targets=targets)
+    return graph, with_options(as_plan(graph, recipe.plan), recipe)
+
+
+def with_options(plan: Plan, recipe: Recipe) -> Plan:
+    """Return a plan with what the recipe says beside degrees."""
     train = recipe.train
     options: dict[str, Any] = {}
     if train.recompute:
         options["recompute"] = tuple(train.recompute)
     if train.statistics != "global":
         options["statistics"] = train.statistics
-    plan = replace(plan, **options)
-    plan.check(ranks)
-    return plan
+    return replace(plan, **options)
 
 
 def make_metrics(recipe: Recipe, sets: Sets) -> list[Metric]:

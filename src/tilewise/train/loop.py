@@ -5,7 +5,9 @@ from __future__ import annotations
 import resource
 import sys
 import time
+import warnings
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,8 +67,12 @@ def train(
     `table` is a recipe and `options` are `Options`, both as plain values. Returns a summary.
     """
     started = time.monotonic()
-    with Preemption(mesh) as preemption:
-        run = Run(build(mesh, from_dict(table)), Options(**options), preemption)
+    notes: list[str] = []
+    recipe = from_dict(table)
+    if recipe.plan == "auto" and mesh.rank == 0:
+        yield {"kind": "note", "step": 0, "text": "looking for a plan; the first time, it measures"}
+    with Preemption(mesh) as preemption, _noted_warnings(notes):
+        run = Run(build(mesh, recipe), Options(**options), preemption, notes)
         yield from run.train()
     run.close()  # after an error it would wait for ranks that may be gone
     return {
@@ -83,7 +89,9 @@ def train(
 class Run:
     """One run of a job."""
 
-    def __init__(self, job: Job, options: Options, preemption: Preemption) -> None:
+    def __init__(
+        self, job: Job, options: Options, preemption: Preemption, notes: list[str]
+    ) -> None:
         self.job, self.options, self.mesh = job, options, job.mesh
         self.preemption, self.preempted = preemption, False
         self.recipe, self.model = job.recipe, job.model
@@ -91,7 +99,7 @@ class Run:
         self.progress = Progress()
         self.precision = Precision(self.recipe.train.precision)
         self.stepper = Stepper(job, self.precision)
-        self.notes: list[str] = []
+        self.notes = notes
         self.steps, self.step_seconds = 0, 0.0
         self.saved_step = -1
         self.checkpoints = Checkpoints(
@@ -180,7 +188,7 @@ class Run:
                 yield from self._epoch()
             if self.preempted:
                 break
-            progress.epoch += 1
+            progress.epoch += self._epoch_done
             if "valid" in self.evaluations and (
                 self._ended or progress.epoch % self.recipe.metrics.epochs == 0
             ):
@@ -199,6 +207,12 @@ class Run:
     def _ended(self) -> bool:
         progress = self.progress
         return progress.epoch >= self.recipe.train.epochs or progress.step >= self.job.total_steps
+
+    @property
+    def _epoch_done(self) -> bool:
+        """Whether the last batch of the epoch was taken; a limit of steps may end it before."""
+        loader = self.job.loader
+        return loader.epoch > self.progress.epoch or loader.state_dict()["batches"] >= len(loader)
 
     def _start(self) -> Event:
         job = self.job
@@ -312,6 +326,14 @@ class Run:
                 f"train.stop.metric (={stop.metric!r}) must be one of {', '.join(found)}"
             )
         return reached(stop, found[stop.metric], self.progress)
+
+
+@contextmanager
+def _noted_warnings(notes: list[str]) -> Iterator[None]:
+    """Let warnings be told like everything else, by the first rank, instead of by all."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: notes.append(str(message))
+        yield
 
 
 class _Times:

@@ -177,7 +177,7 @@ class Tally:
         output = output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
         if cut.degrees[1:2] != (1,) and len(cut.shape) > 1:
             raise RecipeError("metrics: outputs must not be cut along channels (io_channels)")
-        first = _holders(cut, self.mesh.rank)[0] == self.mesh.rank
+        first = holders(cut, self.mesh.rank)[0] == self.mesh.rank
         for index, metric in enumerate(self.metrics):
             wanted = class_indices(cut) if metric.indices else cut
             if wanted.shape != target_cut.shape:
@@ -221,7 +221,7 @@ def _known(target: Tensor, classes: int) -> Tensor:
     return (target >= 0) & (target < classes)
 
 
-def _holders(layout: Layout, rank: int) -> list[int]:
+def holders(layout: Layout, rank: int) -> list[int]:
     """List the ranks that hold the same slab, in order."""
     mine = layout.coords(rank)
     return [other for other in range(layout.ranks) if layout.coords(other) == mine]

@@ -168,6 +168,11 @@ class Recipe(Section):
         """Return plain values, from which `from_dict` makes the same recipe."""
         return self.model_dump(mode="json")
 
+    def without_pretrained(self) -> Recipe:
+        """Return the recipe for values that come from a checkpoint."""
+        model = self.model.model_copy(update={"pretrained": None, "fresh": []})
+        return self.model_copy(update={"model": model})
+
 
 def shipped() -> list[str]:
     """List the names of the recipes that come with the package."""

@@ -1,10 +1,11 @@
-"""Find the checkpoint that a run goes on from."""
+"""Find the checkpoint that is meant."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from tilewise.comm import Mesh
+from tilewise.errors import CheckpointError
 from tilewise.train.checkpoint import Checkpoints
 
 CHECKPOINTS = "checkpoints"
@@ -15,9 +16,14 @@ def find_checkpoint(text: str, own: Checkpoints, mesh: Mesh | None = None) -> Pa
 
     `own` are the checkpoints of the run itself. Of another run it is the newest that is whole.
     """
-    if text == "latest":
-        return own.latest()
-    folder = Path(text)
-    if (folder / CHECKPOINTS).is_dir():
-        return Checkpoints(folder / CHECKPOINTS, mesh=mesh).latest()
-    return folder
+    return own.latest() if text == "latest" else checkpoint_in(Path(text), mesh)
+
+
+def checkpoint_in(folder: Path, mesh: Mesh | None = None) -> Path:
+    """Return the newest checkpoint of a run that is whole, or the checkpoint itself."""
+    if not (folder / CHECKPOINTS).is_dir():
+        return folder
+    found = Checkpoints(folder / CHECKPOINTS, mesh=mesh).latest()
+    if found is None:
+        raise CheckpointError(f"{folder}: there is no whole checkpoint in this run")
+    return found

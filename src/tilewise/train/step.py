@@ -27,7 +27,8 @@ class NotFinite(Exception):
 class Stepper:
     """Takes optimizer steps, and leaves out those whose numbers are not finite if it may.
 
-    A step that is left out changes neither parameters nor running statistics.
+    A step that is left out changes neither parameters nor running statistics. Random layers draw by
+    the number of the step, whatever was evaluated in between.
     """
 
     def __init__(self, job: Job, precision: Precision) -> None:
@@ -48,6 +49,7 @@ class Stepper:
         buffers = self._kept()
         record: dict[str, Any] = {"loss": None, "lr": rate}
         try:
+            self.model.draws.step = number * self.section.accumulate
             record["loss"] = self._passes(batches)
             record["grad_norm"] = self._norm()
             self.job.optimizer.step()
