@@ -240,6 +240,8 @@ _KEEP_ORDER: dict[str, Any] = (
 def _timeout() -> timedelta | None:
     """Return the timeout of the world's group; torch gives new groups its default instead."""
     world = distributed_c10d._get_default_group()
+    if isinstance(own := getattr(world, "timeout", None), timedelta):  # tilewise's over MPI
+        return own
     for device in world._device_types:
         options = getattr(world._get_backend(device), "options", None)
         timeout: timedelta | None = getattr(options, "_timeout", None)

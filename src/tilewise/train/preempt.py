@@ -20,7 +20,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class Preemption:
     """Notes signals instead of dying of them, as a context on every rank.
 
-    A rank that ignores SIGINT, because whoever started it sees to that, goes on to ignore it.
+    A rank that ignores SIGINT, because whoever started it sees to that, goes on to ignore it. After
+    an error signals are noted on and on: a launcher sends them to ranks that are about to say what
+    went wrong.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -41,9 +43,9 @@ class Preemption:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
+        if error is None:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
