@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from tilewise import Mesh
+from tilewise.comm.pool import PRELOAD
 from tilewise.errors import TilewiseError
-from tilewise.testing.ranks import PRELOAD
 
 TIMEOUT = timedelta(seconds=5)
 Scenario = Callable[[Mesh], None]

@@ -33,3 +33,19 @@ class MismatchError(TilewiseError, RuntimeError):
 
 class CommError(TilewiseError, RuntimeError):
     """A peer died or did not answer in time."""
+
+
+class InputError(TilewiseError, ValueError):
+    """Something on the command line that cannot be used."""
+
+
+class RecipeError(TilewiseError, ValueError):
+    """A key or a value of a recipe that cannot be used."""
+
+
+class TrainingError(TilewiseError, RuntimeError):
+    """Training cannot go on."""
+
+
+class CheckpointError(TilewiseError, RuntimeError):
+    """A checkpoint cannot be written, is damaged, or is not of this model."""

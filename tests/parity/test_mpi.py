@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 import tilewise as tw
 from tilewise import Mesh
 from tilewise.comm import Exchange
+from tilewise.comm.pool import Pool
 from tilewise.errors import CommError
 from tilewise.layout import Axis, Layout
-from tilewise.testing.ranks import Pool
 from tilewise.testing.verify import Result, verify
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8)

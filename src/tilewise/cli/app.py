@@ -10,9 +10,13 @@ from tilewise.cli.bench import bench_app
 from tilewise.cli.calibrate import calibrate
 from tilewise.cli.data import data_app
 from tilewise.cli.doctor import doctor
+from tilewise.cli.exits import exit_code
+from tilewise.cli.export import export
 from tilewise.cli.plan import plan
+from tilewise.cli.predict import predict
 from tilewise.cli.report import report
 from tilewise.cli.simulate import simulate
+from tilewise.cli.train import train
 from tilewise.cli.verify import verify
 from tilewise.errors import TilewiseError
 
@@ -28,6 +32,9 @@ app.command()(simulate)
 app.command()(calibrate)
 app.command()(doctor)
 app.command()(report)
+app.command()(train)
+app.command()(predict)
+app.command()(export)
 app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
 
@@ -38,9 +45,9 @@ def _root() -> None:
 
 
 def main() -> None:
-    """Run the command; bad input ends in one line and exit code 2."""
+    """Run the command; bad input ends in one line and exit code 2, a run that failed in 1."""
     try:
         app()
     except TilewiseError as error:
         print(f"tilewise: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(exit_code(error))

@@ -18,8 +18,8 @@ from rich.table import Table
 from tilewise.bench.input_share import EDGE, batches_needed, measure_training, training_report
 from tilewise.bench.io import IoCase, make_set, measure, report
 from tilewise.cli.naming import InputError
+from tilewise.comm.pool import Pool
 from tilewise.data.amplification import size_text
-from tilewise.testing.ranks import Pool
 
 WAYS = {
     "whole": "rank 0 reads whole samples and scatters",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -14,11 +15,15 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from tilewise.cli.exits import exit_code
 from tilewise.cli.naming import InputError
 from tilewise.comm import Mesh
+from tilewise.comm.ending import end_together
+from tilewise.comm.failure import Failure
 from tilewise.comm.launch import engine, join, launched
+from tilewise.comm.pool import Pool, exhausted
 from tilewise.errors import CommError
-from tilewise.testing.ranks import Pool, exhausted
+from tilewise.train.supervise import explained, supervise
 
 
 class Crew:
@@ -45,9 +50,11 @@ class Crew:
         self.size = ranks if self.mesh is None else self.mesh.size
 
     def __enter__(self) -> Crew:
-        if self.mesh is None:
-            self.pool = Pool(self.size, backend=self.backend, timeout=self.timeout)
         return self
+
+    def start(self) -> Pool:
+        """Start local ranks."""
+        return Pool(self.size, backend=self.backend, timeout=self.timeout)
 
     def __exit__(
         self,
@@ -57,7 +64,7 @@ class Crew:
     ) -> None:
         if self.pool is not None:
             self.pool.close()
-        elif error is None:
+        elif self.mesh is not None and error is None:
             dist.destroy_process_group()
 
     def run(
@@ -73,16 +80,67 @@ class Crew:
             bar = progress.add_task(title, total=total or None)
             return self._run(function, arguments, lambda _: progress.advance(bar))
 
+    @property
+    def first(self) -> bool:
+        """Whether this process speaks for all: the command's own, or the launcher's first rank."""
+        return self.mesh is None or self.mesh.rank == 0
+
+    def meet(self, what: str, *, error: str | None = None) -> None:
+        """Wait for the other ranks of a launcher, if there are any; raise an error on all."""
+        if self.mesh is not None:
+            self.mesh.agree(what, error=error)
+        elif error is not None:
+            raise InputError(f"{what}: {error}")
+
+    def follow(
+        self,
+        function: Callable[..., Any],
+        arguments: Callable[[int], tuple[Any, ...]],
+        *,
+        report: Callable[[Any], Any],
+        say: Callable[[str], Any],
+        folder: Path,
+        max_restarts: int = 0,
+    ) -> list[Any]:
+        """Call `function(mesh, *arguments(attempt))` on all ranks, however long it takes.
+
+        What a generator function yields on the first rank goes to `report` as it comes. Local ranks
+        that fail are started again; those of a launcher end together, and one of them speaks.
+        """
+        if self.mesh is None:
+            return supervise(
+                self.start, function, arguments,
+                report=report, say=say, folder=folder, max_restarts=max_restarts,
+            )  # fmt: skip
+        try:
+            return self._run(function, arguments(0), report)
+        except BaseException as error:
+            self._end(error, self.mesh.rank, folder)
+            raise
+
+    def _end(self, error: BaseException, rank: int, folder: Path) -> None:
+        """Say what went wrong on the ranks of a launcher, once, and leave them at once.
+
+        An orderly end would wait for those that cannot answer.
+        """
+
+        def say(failures: Sequence[Failure]) -> None:
+            print(f"tilewise: {explained(failures, folder)}", file=sys.__stderr__, flush=True)
+
+        end_together(Failure.of(rank, error), self.size, say)
+        os._exit(exit_code(error))
+
     def _run(
         self,
         function: Callable[..., Any],
         arguments: tuple[Any, ...],
         progress: Callable[[Any], Any],
     ) -> list[Any]:
-        if self.pool is not None:
+        if self.mesh is None:
+            if self.pool is None:
+                self.pool = self.start()
             everyone = tuple(range(self.size))
             return self.pool.run(everyone, function, arguments, self.timeout, progress)
-        assert self.mesh is not None
         result: Any = function(self.mesh, *arguments)
         if inspect.isgenerator(result):
             result = exhausted(result, progress)

@@ -3,67 +3,22 @@
 from __future__ import annotations
 
 import ast
-import importlib
-import importlib.util
 import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from tilewise import models
-from tilewise.errors import TilewiseError
+from tilewise.errors import InputError
+from tilewise.models.find import find_model
 from tilewise.plan import Plan
 
-
-class InputError(TilewiseError, ValueError):
-    """Something on the command line that cannot be used."""
-
-
-def find_model(name: str) -> Callable[..., nn.Module]:
-    """Return the callable that `package.module:callable`, `file.py:callable` or a name means."""
-    if ":" not in name:
-        try:
-            return models.get(name)
-        except ValueError as error:
-            raise InputError(f"model: {error}") from error
-    source, _, attribute = name.rpartition(":")
-    module = _load_file(Path(source)) if source.endswith(".py") else _load_module(source)
-    found: Any = module
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise InputError(f"model: {source} has no {attribute!r}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise InputError(f"model: {name} is a {type(found).__name__}, not something to call")
-    return found  # type: ignore[no-any-return]
-
-
-def _load_file(path: Path) -> Any:
-    if not path.is_file():
-        raise InputError(f"model: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)
-    sys.path.insert(0, str(path.resolve().parent))
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise InputError(f"model: {path} cannot be loaded: {error}") from error
-    return module
-
-
-def _load_module(name: str) -> Any:
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise InputError(f"model: module {name!r} cannot be imported: {error}") from error
+__all__ = [
+    "InputError", "build_model", "find_model", "parse_argument", "parse_dtype", "parse_plan",
+    "parse_shape",
+]  # fmt: skip
 
 
 def build_model(name: str, arguments: Sequence[str], dtype: torch.dtype, seed: int) -> nn.Module:

@@ -17,9 +17,9 @@ from tilewise.auto.plan import AUTO
 from tilewise.cli.crew import Crew
 from tilewise.cli.naming import InputError, build_model, parse_dtype, parse_plan, parse_shape
 from tilewise.comm import Mesh
+from tilewise.comm.pool import RanksError
 from tilewise.graph import as_plan, capture
 from tilewise.layout import Degrees
-from tilewise.testing.ranks import RanksError
 from tilewise.testing.verify import LOSSES, Result
 from tilewise.testing.verify import verify as compare
 

@@ -31,6 +31,8 @@ class Exchange:
     Communication: one message to each peer that needs anything, none to oneself; partial sums
         that stay where they are go through one all-reduce over the ranks that share them.
     Adjoint: the same for the move back.
+
+    `kind` is what waiting for it counts as: `halo`, `redistribution` or `sync`.
     """
 
     def __init__(
@@ -41,14 +43,17 @@ class Exchange:
         *,
         layer: str,
         fill: float = 0.0,
+        kind: str | None = None,
     ) -> None:
         source = Cover.of(source) if isinstance(source, Layout) else source
         target = Cover.of(target) if isinstance(target, Layout) else target
         self.mesh = mesh
         self.layer = layer
         self.move = Move(source, target)
-        self.forth = _Way(mesh, self.move, layer, fill)
-        self.back = _Way(mesh, self.move.adjoint, f"{layer} (backward)", 0.0)
+        if kind is None:
+            kind = "halo" if source.axes == target.axes else "redistribution"
+        self.forth = _Way(mesh, self.move, layer, fill, kind)
+        self.back = _Way(mesh, self.move.adjoint, f"{layer} (backward)", 0.0, kind)
 
     @property
     def core(self) -> Box | None:
@@ -188,8 +193,8 @@ class _ExchangeFunction(torch.autograd.Function):
 class _Way:
     """One direction of an exchange on this rank."""
 
-    def __init__(self, mesh: Mesh, move: Move, layer: str, fill: float) -> None:
-        self.mesh, self.layer, self.fill = mesh, layer, fill
+    def __init__(self, mesh: Mesh, move: Move, layer: str, fill: float, kind: str) -> None:
+        self.mesh, self.layer, self.fill, self.kind = mesh, layer, fill, kind
         self.tag = mesh.tag()
         rank = mesh.rank
         self.still = move.local
@@ -309,12 +314,12 @@ class Pending:
         way = self.way
         for message, buffer, work in self.incoming:
             if work is not None:
-                way.mesh.wait(work, "receive", peer=message.peer, layer=way.layer)
+                way.mesh.wait(work, "receive", peer=message.peer, layer=way.layer, kind=way.kind)
             elif not own:
                 continue
             _unpack(out, message, buffer, self.tensor, add=way.adds)
         for message, _, work in self.outgoing:
-            way.mesh.wait(work, "send", peer=message.peer, layer=way.layer)
+            way.mesh.wait(work, "send", peer=message.peer, layer=way.layer, kind=way.kind)
         if _version(self.tensor) != self.version:
             raise CommError(
                 f"exchange of {way.layer}: its slab was changed in place on rank {way.mesh.rank} "

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from tilewise.comm.clock import Clock
 from tilewise.comm.trace import Trace
 from tilewise.errors import CommError, MismatchError
 
@@ -48,6 +49,7 @@ class Mesh:
         self, ranks: Sequence[int] | None = None, *, timeout: timedelta | None = None
     ) -> None:
         self.trace = Trace()
+        self.clock = Clock()
         self._timeout = timeout
         self._groups: dict[tuple[int, ...], Group] = {}
         self._next_tag = 0
@@ -98,6 +100,15 @@ class Mesh:
             self._groups[key] = Group(key, self._open(key) if len(key) > 1 else None)
         return self._groups[key]
 
+    def side(self, *, timeout: timedelta | None = None) -> Any:
+        """Open one more gloo group of all ranks, for a thread of its own; None for one rank.
+
+        Each call opens another one, which lasts until the world's end. All ranks must call alike.
+        """
+        if self.size == 1:
+            return None
+        return self._open(tuple(range(self.size)), "gloo", timeout)
+
     def tag(self) -> int:
         """Return the next message tag. Every rank asks for tags in the same order."""
         self._next_tag += 1
@@ -114,9 +125,11 @@ class Mesh:
         with self._named("receive", layer, (peer,)):
             return dist.irecv(buffer, self.world_ranks[peer], group=self.group().handle, tag=tag)
 
-    def wait(self, work: Any, operation: str, *, peer: int, layer: str) -> None:
-        """Wait for a send or receive."""
-        with self._named(operation, layer, (peer,)):
+    def wait(
+        self, work: Any, operation: str, *, peer: int, layer: str, kind: str = "redistribution"
+    ) -> None:
+        """Wait for a send or receive; `kind` is what the time counts as."""
+        with self.clock.waiting(kind), self._named(operation, layer, (peer,)):
             work.wait()
 
     def sum(self, buffer: torch.Tensor, group: Group, *, layer: str, wait: bool = True) -> Any:
@@ -124,7 +137,7 @@ class Mesh:
         if group.size == 1 or not buffer.numel():
             return None
         self.trace.add("sum", layer, group.ranks, buffer.numel() * buffer.element_size())
-        with self._named("sum", layer, group.ranks):
+        with self.clock.waiting("sync"), self._named("sum", layer, group.ranks):
             work = dist.all_reduce(buffer, group=group.handle, async_op=not wait)
         return work
 
@@ -132,7 +145,7 @@ class Mesh:
         """Wait for a sum that was started."""
         if work is None:
             return
-        with self._named("sum", layer, group.ranks):
+        with self.clock.waiting("sync"), self._named("sum", layer, group.ranks):
             work.wait()
 
     def total(self, numbers: Sequence[float], *, layer: str) -> list[float]:
@@ -141,7 +154,7 @@ class Mesh:
         if self.size > 1:
             group = self.group()
             self.trace.add("sum", layer, group.ranks, buffer.numel() * buffer.element_size())
-            with self._named("sum", layer, group.ranks):
+            with self.clock.waiting("sync"), self._named("sum", layer, group.ranks):
                 dist.all_reduce(buffer, group=self._hosts())
         return [float(number) for number in buffer]
 
@@ -158,7 +171,7 @@ class Mesh:
         digest = int.from_bytes(hashlib.blake2b(mine.encode(), digest_size=7).digest(), "big")
         extremes = torch.tensor([digest, -digest, int(error is not None)], dtype=torch.int64)
         group = self.group()
-        with self._named("agree", what, group.ranks):
+        with self.clock.waiting("sync"), self._named("agree", what, group.ranks):
             dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._hosts())
         high, low, failed = extremes.tolist()
         if high == -low and not failed:
@@ -186,12 +199,17 @@ class Mesh:
             self._side = self._open(everyone, "gloo") if only_devices else self.group().handle
         return self._side
 
-    def _open(self, ranks: tuple[int, ...], backend: str | None = None) -> Any:
+    def _open(
+        self,
+        ranks: tuple[int, ...],
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+    ) -> Any:
         world_ranks = [self.world_ranks[rank] for rank in ranks]
         with self._named("open", "mesh", ranks), _names_by_members():
             return dist.new_group(
                 world_ranks,
-                timeout=self._timeout or _timeout(),
+                timeout=timeout or self._timeout or _timeout(),
                 backend=backend,
                 use_local_synchronization=True,
                 **_KEEP_ORDER,
@@ -222,6 +240,8 @@ _KEEP_ORDER: dict[str, Any] = (
 def _timeout() -> timedelta | None:
     """Return the timeout of the world's group; torch gives new groups its default instead."""
     world = distributed_c10d._get_default_group()
+    if isinstance(own := getattr(world, "timeout", None), timedelta):  # tilewise's over MPI
+        return own
     for device in world._device_types:
         options = getattr(world._get_backend(device), "options", None)
         timeout: timedelta | None = getattr(options, "_timeout", None)

@@ -178,6 +178,11 @@ class Group(ProcessGroup):  # type: ignore[misc]
     def getGroupName(self) -> str:
         return self._name
 
+    @property
+    def timeout(self) -> timedelta:
+        """How long to wait for a peer."""
+        return timedelta(seconds=self._timeout)
+
     def setTimeout(self, timeout: timedelta) -> None:
         self._timeout = timeout.total_seconds()
 

@@ -72,9 +72,11 @@ def lay_out(
     if files == "each":
         return _EachWriter(folder, dict(fields))
     if format == "hdf5":
-        return _FlatWriter(_lay_out_hdf5(folder, fields, count))
+        return _FlatWriter(lay_out_hdf5(folder / "data.h5", fields, count))
     if format == "npy":
-        return _FlatWriter(_lay_out_npy(folder, fields, count))
+        return _FlatWriter(
+            {name: lay_out_npy(folder / f"{name}.npy", fields[name], count) for name in fields}
+        )
     group = zarr.create_group(store=folder / "data.zarr", zarr_format=3)
     for name, field in fields.items():
         group.create_array(
@@ -99,7 +101,7 @@ def chunk(field: Field) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """Where the samples of a field begin in a file."""
 
     path: Path
@@ -109,7 +111,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _FlatWriter:
-    places: dict[str, _Place]
+    places: dict[str, Place]
 
     def write(self, index: int, sample: Mapping[str, Array]) -> None:
         for name, place in self.places.items():
@@ -156,9 +158,8 @@ def _checked(name: str, sample: Mapping[str, Array], field: Field, index: int) -
     return np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
 
 
-def _lay_out_hdf5(folder: Path, fields: Mapping[str, Field], count: int) -> dict[str, _Place]:
+def lay_out_hdf5(path: Path, fields: Mapping[str, Field], count: int) -> dict[str, Place]:
     """Create contiguous datasets that have their place in the file before any byte is written."""
-    path = folder / "data.h5"
     layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     layout.set_layout(h5py.h5d.CONTIGUOUS)
     layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -170,16 +171,12 @@ def _lay_out_hdf5(folder: Path, fields: Mapping[str, Field], count: int) -> dict
             dtype = h5py.h5t.py_create(np.dtype(field.dtype).newbyteorder("<"), logical=True)
             space = h5py.h5s.create_simple((count, *field.shape))
             dataset = h5py.h5d.create(file.id, name.encode(), dtype, space, dcpl=layout)
-            places[name] = _Place(path, dataset.get_offset(), field)
+            places[name] = Place(path, dataset.get_offset(), field)
     return places
 
 
-def _lay_out_npy(folder: Path, fields: Mapping[str, Field], count: int) -> dict[str, _Place]:
-    places = {}
-    for name, field in fields.items():
-        path = folder / f"{name}.npy"
-        dtype = np.dtype(field.dtype).newbyteorder("<")
-        array = np.lib.format.open_memmap(path, "w+", dtype, (count, *field.shape))
-        places[name] = _Place(path, int(array.offset), field)
-        del array
-    return places
+def lay_out_npy(path: Path, field: Field, count: int) -> Place:
+    """Create an array file of its full size."""
+    dtype = np.dtype(field.dtype).newbyteorder("<")
+    array = np.lib.format.open_memmap(path, "w+", dtype, (count, *field.shape))
+    return Place(path, int(array.offset), field)

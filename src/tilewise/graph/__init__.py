@@ -1,7 +1,7 @@
 """From a model to a parallel model: capture, plan, lower."""
 
 from tilewise.graph.captured import Graph, capture
-from tilewise.graph.clip import clip_grad_norm_
+from tilewise.graph.clip import clip_grad_norm_, grad_norm
 from tilewise.graph.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
 from tilewise.graph.parallel import ParallelModel, as_plan, parallelize
 from tilewise.graph.state import Block, full_state_dict
@@ -14,6 +14,7 @@ __all__ = [
     "capture",
     "clip_grad_norm_",
     "full_state_dict",
+    "grad_norm",
     "load_optimizer_state_dict",
     "optimizer_state_dict",
     "parallelize",

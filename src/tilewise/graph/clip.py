@@ -25,9 +25,32 @@ def clip_grad_norm_(
 
     Communication: one number from every rank.
     """
+    norm = _norm(model, norm_type, "clip_grad_norm_")
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {norm.item()}; "
+            "look for the layer that overflows, or pass error_if_nonfinite=False"
+        )
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    for grad in found:
+        grad.mul_(scale.to(grad.dtype))
+    return norm.to(found[0].dtype) if found else norm
+
+
+@torch.no_grad()
+def grad_norm(model: ParallelModel, norm_type: float = 2.0) -> Tensor:
+    """Return the norm of all gradients over all ranks, in float64, the same on every rank.
+
+    Communication: one number from every rank.
+    """
+    return _norm(model, norm_type, "grad_norm")
+
+
+def _norm(model: ParallelModel, norm_type: float, caller: str) -> Tensor:
     if not norm_type > 0:
-        raise ValueError(f"clip_grad_norm_: norm_type (={norm_type}) must be positive")
-    model.runs.shares.check("clip_grad_norm_", model.parameters())
+        raise ValueError(f"{caller}: norm_type (={norm_type}) must be positive")
+    model.runs.shares.check(caller, model.parameters())
     found = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
     infinite = norm_type == float("inf")
     device = found[0][1].device if found else None
@@ -41,16 +64,7 @@ def clip_grad_norm_(
         else:
             total += norm.pow(norm_type) / _copies(model.cover(name))
     norms = _everyone(model, total)
-    norm = norms.max() if infinite else norms.sum().pow(1.0 / norm_type)
-    if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(
-            f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {norm.item()}; "
-            "look for the layer that overflows, or pass error_if_nonfinite=False"
-        )
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for _, grad in found:
-        grad.mul_(scale.to(grad.dtype))
-    return norm.to(found[0][1].dtype) if found else norm
+    return norms.max() if infinite else norms.sum().pow(1.0 / norm_type)
 
 
 def _copies(cover: Cover) -> int:

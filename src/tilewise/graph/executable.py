@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,16 @@ from tilewise.graph.shares import Shares
 from tilewise.graph.steps import Step, Steps, WriteBack
 from tilewise.graph.sync import Entry, GradSync
 from tilewise.ops.draws import Draws
+from tilewise.ops.operation import Bound
 from tilewise.plan import Plan
+
+
+class Watch(Protocol):
+    """Sees every operator of a pass: its layer before it runs, its results after."""
+
+    def before(self, layer: str) -> None: ...
+
+    def after(self, layer: str, results: Sequence[Tensor]) -> None: ...
 
 
 class Executable:
@@ -34,9 +43,13 @@ class Executable:
         self.stretches = _stretches(built.steps)
         self.written = {value for step in built.steps for value in step.writes}
         self.sync: dict[tuple[Any, ...], GradSync] = {}
+        self.watch: Watch | None = None
 
-    def run(self, inputs: Sequence[Tensor], *, sync: bool = True) -> tuple[Tensor, ...]:
+    def run(
+        self, inputs: Sequence[Tensor], *, sync: bool = True, watch: Watch | None = None
+    ) -> tuple[Tensor, ...]:
         """Compute this rank's slabs of the outputs from its slabs of the inputs."""
+        self.watch = watch
         memory: list[Any] = [None] * self.places
         memory[: len(inputs)] = inputs
         chain = Chain()
@@ -129,11 +142,15 @@ class Executable:
             else self._held(what, entry)
             for where, what in step.inputs
         ]
+        if self.watch is not None and isinstance(step.run, Bound):
+            self.watch.before(step.layer)
         if step.no_grad:
             with torch.no_grad():
                 result = self._call(step, operands, chain)
         else:
             result = self._call(step, operands, chain)
+        if self.watch is not None and isinstance(step.run, Bound):
+            self.watch.after(step.layer, [result] if isinstance(result, Tensor) else result)
         if isinstance(result, Tensor):
             memory[step.outputs[0]] = result
         else:

@@ -16,6 +16,7 @@ from tilewise.errors import PlanError
 from tilewise.graph import optimizers, state
 from tilewise.graph.at import At
 from tilewise.graph.captured import Graph, as_tuple, capture
+from tilewise.graph.executable import Watch
 from tilewise.graph.held import Held, at_rest, digest
 from tilewise.graph.lower import plan_program
 from tilewise.graph.materialize import Init, materialize
@@ -205,6 +206,15 @@ class ParallelModel(nn.Module):
             yield
         finally:
             self.synchronises = before
+
+    @contextmanager
+    def watched(self, watch: Watch) -> Iterator[None]:
+        """Let `watch` see every layer of the passes in this block, before and after it runs."""
+        before, self.runs.watch = self.runs.watch, watch
+        try:
+            yield
+        finally:
+            self.runs.watch = before
 
     # -- what the model holds --------------------------------------------------------------
 

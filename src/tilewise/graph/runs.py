@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tilewise.comm import Exchange, Mesh
 from tilewise.graph.captured import Graph
-from tilewise.graph.executable import Executable
+from tilewise.graph.executable import Executable, Watch
 from tilewise.graph.graph import Program
 from tilewise.graph.halos import inputs_with_halos
 from tilewise.graph.held import Held
@@ -46,7 +46,10 @@ class Run:
 
 
 class Runs:
-    """All programs of a parallel model; the modes of `modules` decide which one runs."""
+    """All programs of a parallel model; the modes of `modules` decide which one runs.
+
+    Set `watch` to see the steps of every pass.
+    """
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class Runs:
         self.graph, self.plan, self.mesh, self.held = graph, plan, mesh, held
         self.draws, self.modules, self.read_halos = draws, modules, read_halos
         self.shares = Shares(mesh, held)
+        self.watch: Watch | None = None
         self._runs: dict[Any, Run] = {}
         self._exchanges: dict[tuple[Layout | Cover, Layout | Cover, str], Exchange] = {}
 
@@ -102,7 +106,8 @@ class Runs:
                     found.planned, self.plan, self.mesh, self.held, self.draws, self.shares
                 )
         self.draws.step += 1
-        return found.executable.run(tensors, sync=sync), found.planned.program
+        outputs = found.executable.run(tensors, sync=sync, watch=self.watch)
+        return outputs, found.planned.program
 
     def outputs(self) -> list[tuple[Layout, ...]]:
         """Return how the outputs of all programs that have run are cut."""

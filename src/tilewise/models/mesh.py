@@ -30,6 +30,7 @@ def _mesh(
     width: float,
     in_channels: int,
     out_channels: int | None,
+    pixels: bool,
 ) -> nn.Sequential:
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     channels, reduction = in_channels, 1
@@ -51,30 +52,42 @@ def _mesh(
             channels = block_channels
     predictions = reduction**2 if out_channels is None else out_channels
     layers["head"] = nn.Conv2d(channels, predictions, 1, bias=False)
+    if pixels:
+        layers["pixels"] = nn.PixelShuffle(reduction)
     model = nn.Sequential(layers)
     he_init(model)
     return model
 
 
 def mesh1k(
-    *, width: float = 1.0, in_channels: int = 18, out_channels: int | None = None
+    *,
+    width: float = 1.0,
+    in_channels: int = 18,
+    out_channels: int | None = None,
+    pixels: bool = False,
 ) -> nn.Sequential:
     """Build the network for 1024² meshes: five convolutions a block, block 6 at stride 1.
 
     Returns logits, without the paper's final sigmoid, so that binary cross-entropy with logits
-    applies: 1024 × H/32 × W/32, which ``pixel_shuffle(y, 32)`` turns into one map of H × W.
-    ``out_channels`` overrides the 1024. Input sizes are multiples of 32.
+    applies: 1024 × H/32 × W/32, which ``pixel_shuffle(y, 32)`` turns into one map of H × W;
+    ``pixels`` makes that the last layer. ``out_channels`` overrides the 1024. Input sizes are
+    multiples of 32.
     """
-    return _mesh(MESH1K_BLOCKS, (2, 2, 2, 2, 2, 1), width, in_channels, out_channels)
+    return _mesh(MESH1K_BLOCKS, (2, 2, 2, 2, 2, 1), width, in_channels, out_channels, pixels)
 
 
 def mesh2k(
-    *, width: float = 1.0, in_channels: int = 18, out_channels: int | None = None
+    *,
+    width: float = 1.0,
+    in_channels: int = 18,
+    out_channels: int | None = None,
+    pixels: bool = False,
 ) -> nn.Sequential:
     """Build the network for 2048² meshes: three convolutions a block, all blocks at stride 2.
 
     Returns logits, without the paper's final sigmoid, so that binary cross-entropy with logits
-    applies: 4096 × H/64 × W/64, which ``pixel_shuffle(y, 64)`` turns into one map of H × W.
-    ``out_channels`` overrides the 4096. Input sizes are multiples of 64.
+    applies: 4096 × H/64 × W/64, which ``pixel_shuffle(y, 64)`` turns into one map of H × W;
+    ``pixels`` makes that the last layer. ``out_channels`` overrides the 4096. Input sizes are
+    multiples of 64.
     """
-    return _mesh(MESH2K_BLOCKS, (2, 2, 2, 2, 2, 2), width, in_channels, out_channels)
+    return _mesh(MESH2K_BLOCKS, (2, 2, 2, 2, 2, 2), width, in_channels, out_channels, pixels)

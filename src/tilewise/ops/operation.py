@@ -107,7 +107,7 @@ class Bound:
             else _noisy(Exchange(mesh, source, need.cover, layer=layer, fill=need.fill))
             for source, need in zip(sources, operation.needs, strict=True)
         ]
-        self.inner = [Exchange(mesh, *ends, layer=layer) for ends in operation.inner]
+        self.inner = [Exchange(mesh, *ends, layer=layer, kind="sync") for ends in operation.inner]
         self.finishes = [
             _noisy(Exchange(mesh, given, out, layer=layer))
             for given, out in zip(operation.gives, operation.outs, strict=True)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tilewise.comm import Exchange, Mesh
+from tilewise.comm.clock import Clock
 from tilewise.comm.exchange import KINDS
 from tilewise.comm.mesh import Group
 from tilewise.comm.trace import Trace
@@ -38,6 +39,7 @@ class SimulatedMesh(Mesh):
         self.trace = Trace()
         self.world_ranks = tuple(range(size))
         self.rank = rank
+        self.clock = Clock()
         self.recorder: Recorder | None = None
         self.kinds: dict[int, str] = {}
         self._next_tag = 0
@@ -59,7 +61,9 @@ class SimulatedMesh(Mesh):
         self._message(buffer, peer, tag, layer, sent=False)
         return _Done()
 
-    def wait(self, work: Any, operation: str, *, peer: int, layer: str) -> None:
+    def wait(
+        self, work: Any, operation: str, *, peer: int, layer: str, kind: str = "redistribution"
+    ) -> None:
         """Go on at once."""
 
     def sum(self, buffer: Tensor, group: Group, *, layer: str, wait: bool = True) -> Any:

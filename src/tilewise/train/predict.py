@@ -1,0 +1,148 @@
+"""Run a trained model on a set, split, each rank writing its own slabs of the outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewise import data
+from tilewise.auto import read_plan
+from tilewise.comm import Mesh
+from tilewise.data.output import create_output, open_output
+from tilewise.errors import RecipeError
+from tilewise.graph import ParallelModel, capture
+from tilewise.layout import Layout
+from tilewise.ops.loss import class_indices
+from tilewise.plan import Plan
+from tilewise.train.checkpoint import Checkpoints
+from tilewise.train.inputs import transforms
+from tilewise.train.job import build_model
+from tilewise.train.manifest import Manifest
+from tilewise.train.metrics import holders
+from tilewise.train.precision import Precision
+from tilewise.train.recipe import Recipe, from_dict
+
+
+@dataclass
+class Prediction:
+    """What is to be predicted.
+
+    Args:
+        checkpoint: the folder of a checkpoint.
+        data: a set whose first field is the input; others are not read.
+        out: an HDF5, NPY or Zarr file that is being written.
+        plan: degrees, degrees by pattern, a plan file, or a plan as JSON text.
+        batch: samples at a time.
+        classes: write the likeliest class of each element instead of the outputs.
+    """
+
+    checkpoint: str
+    data: str
+    out: str
+    plan: str | dict[str, str]
+    batch: int = 1
+    classes: bool = False
+
+
+def predict(mesh: Mesh, options: dict[str, Any]) -> Generator[int, None, dict[str, Any]]:
+    """Predict on the ranks of a mesh; yields after every batch."""
+    task = Prediction(**options)
+    recipe = recipe_of(Path(task.checkpoint))
+    source = data.open_source(task.data, None if not recipe.data.fields else recipe.data.fields[:1])
+    field = next(iter(source.fields))
+    model = load_model(mesh, recipe, task, source)
+    model.eval()
+    loader = data.loader(
+        source,
+        model.input_covers,
+        fields=[field],
+        shuffle=False,
+        transforms={field: [*_changes(recipe, source, field), _dtype(recipe)]},
+        mesh=mesh,
+        name="prediction",
+    )
+    layout = _output_layout(model)
+    dtype = torch.uint8 if task.classes else _dtype(recipe)
+    shown = _without_classes(layout) if task.classes else layout
+    out = Path(task.out)
+    if mesh.rank == 0:
+        create_output(out, shown, len(source), _name(dtype))
+    mesh.agree("prediction")
+    output = open_output(out)
+    precision = Precision(recipe.train.precision)
+    done = 0
+    with torch.no_grad():
+        for batch in loader:
+            with precision.autocast():
+                result = model(batch[0], batch=batch.size)
+            cut = shown.with_shape((batch.size, *shown.shape[1:]))
+            slab = (result.argmax(1) if task.classes else result).to(dtype)
+            start, *rest = (interval[0] for interval in cut.intervals(mesh.rank))
+            if holders(cut, mesh.rank)[0] == mesh.rank:
+                output.write((done + start, *rest), slab.numpy())
+            done += batch.size
+            yield done
+    mesh.agree("prediction")
+    loader.close()
+    return {
+        "samples": done,
+        "shape": [done, *shown.shape[1:]],
+        "slab": list(shown.local_shape(mesh.rank)[1:]),
+        "dtype": _name(dtype),
+    }
+
+
+def recipe_of(checkpoint: Path) -> Recipe:
+    """Return the recipe that a checkpoint was trained by."""
+    extra = Manifest.read(checkpoint.absolute()).extra
+    if "recipe" not in extra:
+        raise RecipeError(f"{checkpoint}: holds no recipe; it was not saved by tilewise train")
+    return from_dict(extra["recipe"], str(checkpoint))
+
+
+def load_model(mesh: Mesh, recipe: Recipe, task: Prediction, source: data.Source) -> ParallelModel:
+    """Build the recipe's model for a set's samples, split as the task says, with saved values."""
+    plain = build_model(recipe.without_pretrained())
+    shape = next(iter(source.fields.values())).shape
+    x = torch.empty((task.batch, *shape), dtype=_dtype(recipe), device="meta")
+    graph = capture(plain, x)
+    plan: Any = task.plan
+    if isinstance(plan, str) and plan.lstrip().startswith("{"):
+        plan = Plan.from_json(plan)
+    model = ParallelModel(plain, graph, read_plan(graph, plan, mesh), mesh)
+    folder = Path(task.checkpoint)
+    Checkpoints(folder.parent, mesh=mesh).load(folder, model=model)
+    return model
+
+
+def _changes(recipe: Recipe, source: data.Source, field: str) -> list[Any]:
+    kept = {name: some for name, some in recipe.data.transforms.items() if name == field}
+    section = recipe.data.model_copy(update={"transforms": kept})
+    return transforms(source, section).get(field, [])
+
+
+def _output_layout(model: ParallelModel) -> Layout:
+    layouts = model.output_layouts
+    if len(layouts) != 1:
+        raise RecipeError(f"predict: the model has {len(layouts)} outputs; only one can be written")
+    return layouts[0]
+
+
+def _without_classes(layout: Layout) -> Layout:
+    if len(layout.shape) < 2 or layout.shape[1] > 256:
+        raise RecipeError(
+            f"predict: outputs of shape {layout.shape} have no classes, or more than 256 of them"
+        )
+    return class_indices(layout)
+
+
+def _dtype(recipe: Recipe) -> torch.dtype:
+    return torch.float64 if recipe.train.precision == "float64" else torch.float32
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

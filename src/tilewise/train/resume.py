@@ -1,0 +1,29 @@
+"""Find the checkpoint that is meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tilewise.comm import Mesh
+from tilewise.errors import CheckpointError
+from tilewise.train.checkpoint import Checkpoints
+
+CHECKPOINTS = "checkpoints"
+
+
+def find_checkpoint(text: str, own: Checkpoints, mesh: Mesh | None = None) -> Path | None:
+    """Return the folder that `latest`, a checkpoint or a run means; None if there is none yet.
+
+    `own` are the checkpoints of the run itself. Of another run it is the newest that is whole.
+    """
+    return own.latest() if text == "latest" else checkpoint_in(Path(text), mesh)
+
+
+def checkpoint_in(folder: Path, mesh: Mesh | None = None) -> Path:
+    """Return the newest checkpoint of a run that is whole, or the checkpoint itself."""
+    if not (folder / CHECKPOINTS).is_dir():
+        return folder
+    found = Checkpoints(folder / CHECKPOINTS, mesh=mesh).latest()
+    if found is None:
+        raise CheckpointError(f"{folder}: there is no whole checkpoint in this run")
+    return found

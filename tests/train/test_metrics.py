@@ -1,0 +1,101 @@
+"""Metrics of slabs equal those of the whole tensor, under every cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tilewise import Layout, Mesh
+from tilewise.ops.loss import class_indices
+from tilewise.testing import ranks
+from tilewise.train.metrics import Metric, Tally, make_metric
+
+CUTS = ["n2", "d2", "h2 w2", "n2 d2", "w4", "d3", "1"]
+SHAPE = (5, 3, 4, 5, 3)
+
+
+def draw(seed: int = 0) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return outputs and targets for each family of metrics, with ties among the outputs."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(SHAPE, generator=generator, dtype=torch.float64)
+    logits = (x * 2).round() / 2
+    y = torch.randn(SHAPE, generator=generator, dtype=torch.float64)
+    classes = torch.randint(-1, 3, (SHAPE[0], *SHAPE[2:]), generator=generator)
+    return {
+        "number": (x, y),
+        "class": (logits, classes),
+        "binary": (logits, (y > 0.5).double()),
+    }
+
+
+FAMILIES = {
+    "mse": "number", "mae": "number", "accuracy": "class", "top5": "class", "dice": "class",
+    "iou": "class", "f1": "binary", "auc": "binary",
+}  # fmt: skip
+
+
+def expected() -> dict[str, float]:
+    """Compute all metrics on the whole tensors, with numpy and torch alone."""
+    drawn = draw()
+    x, y = drawn["number"]
+    logits, classes = drawn["class"]
+    known = (classes >= 0).numpy()
+    found = logits.argmax(1).numpy()
+    wanted = classes.numpy()
+    out: dict[str, float] = {"mse": F.mse_loss(x, y).item(), "mae": F.l1_loss(x, y).item()}
+    out["accuracy"] = float((found == wanted)[known].mean())
+    out["top5"] = 1.0  # there are three classes
+    for kind in (0, 1, 2):
+        both = float(((found == kind) & (wanted == kind) & known).sum())
+        either = float(((found == kind) & known).sum() + ((wanted == kind) & known).sum())
+        out[f"dice/{kind}"] = 2 * both / either
+        out[f"iou/{kind}"] = both / (either - both)
+    out["dice"] = (out["dice/1"] + out["dice/2"]) / 2
+    out["iou"] = (out["iou/1"] + out["iou/2"]) / 2
+    scores, truth = (part.flatten().numpy() for part in drawn["binary"])
+    right = float(((scores >= 0) & (truth == 1)).sum())
+    out["f1"] = 2 * right / float((scores >= 0).sum() + truth.sum())
+    yes, no = scores[truth == 1], scores[truth == 0]
+    pairs = np.sign(yes[:, None] - no[None, :])
+    out["auc"] = float(((pairs + 1) / 2).mean())
+    return out
+
+
+def measure(mesh: Mesh, degrees: str) -> dict[str, float]:
+    """Measure everything on this rank's slabs, in two batches."""
+    found: dict[str, float] = {}
+    drawn = draw()
+    for family in ("number", "class", "binary"):
+        metrics: list[Metric] = [make_metric(n) for n, kind in FAMILIES.items() if kind == family]
+        tally = Tally(mesh, metrics)
+        output, target = drawn[family]
+        for some in (slice(0, 3), slice(3, 5)):
+            _add(tally, mesh, degrees, output[some], target[some], family == "class")
+        found |= tally.report()
+    return found
+
+
+def _add(
+    tally: Tally, mesh: Mesh, degrees: str, output: Tensor, target: Tensor, indices: bool
+) -> None:
+    cut = Layout.of(output.shape, "n.dhw", degrees, ranks=mesh.size)
+    beside = class_indices(cut) if indices else cut
+    if degrees == "d3":  # targets that lie otherwise are brought
+        beside = Layout.replicated(target.shape, ranks=mesh.size)
+    slabs: list[Any] = [
+        whole[layout.slab(mesh.rank)].contiguous()
+        for whole, layout in ((output, cut), (target, beside))
+    ]
+    tally.add(*slabs, cut, beside)
+
+
+@pytest.mark.parametrize("degrees", CUTS)
+def test_metrics_equal_those_of_the_whole(degrees: str) -> None:
+    count = 3 if degrees == "d3" else 4
+    for found in ranks(count, measure, degrees):
+        assert found == pytest.approx(expected(), rel=1e-12)
