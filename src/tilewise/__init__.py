@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tilewise.auto import parallelize
 from tilewise.comm import Mesh
 from tilewise.graph import (
     Graph,
@@ -12,7 +13,6 @@ from tilewise.graph import (
     full_state_dict,
     load_optimizer_state_dict,
     optimizer_state_dict,
-    parallelize,
 )
 from tilewise.layout import Degrees, Layout
 from tilewise.plan import Plan

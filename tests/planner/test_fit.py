@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tilewise.bench.calibrate import (
+from tilewise.auto.calibrate import (
     ARRAYS,
     BY_CHANNELS,
     BY_FLOPS,

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch.nn.functional import mse_loss
 
+from tilewise.auto.tell import slowest
 from tilewise.bench.io import PREFETCH, IoCase, evict
-from tilewise.bench.timing import slowest, spread
+from tilewise.bench.timing import spread
 from tilewise.comm import Mesh
 from tilewise.data.loading import Loader
 from tilewise.data.transform import Log1p

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tilewise.bench.timing import slowest, spread
+from tilewise.auto.tell import slowest
+from tilewise.bench.timing import spread
 from tilewise.comm import Mesh
 from tilewise.data.loading import Loader
 from tilewise.data.open import open_source

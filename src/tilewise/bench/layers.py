@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilewise.bench.timing import slowest, spread
+from tilewise.auto.tell import slowest
+from tilewise.bench.timing import spread
 from tilewise.comm import Mesh
 from tilewise.graph import ParallelModel, parallelize
 from tilewise.layout import Degrees

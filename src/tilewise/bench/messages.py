@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise.bench.timing import slowest
+from tilewise.auto.tell import slowest
 from tilewise.comm import Mesh
 
 SIZES = tuple(4**k for k in range(3, 13))  # 64 bytes to 16 MiB

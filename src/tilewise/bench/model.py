@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tilewise.auto import parallelize
+from tilewise.auto.tell import slowest
 from tilewise.bench.memory import LiveBytes
-from tilewise.bench.timing import slowest, spread
+from tilewise.bench.timing import spread
 from tilewise.comm import Mesh
-from tilewise.graph import parallelize
+from tilewise.graph import ParallelModel
 from tilewise.testing.verify import LOSSES, draw_targets
 
 Step = Callable[[], None]
@@ -58,7 +60,8 @@ def measure_model(
     first = mesh.rank == 0
     serial = _serial_step(copy.deepcopy(model), inputs, targets, loss) if first else None
     with_ddp = _ddp_step(mesh, copy.deepcopy(model), inputs, targets, loss)
-    split = _split_step(mesh, model, inputs, plan, targets, loss)
+    parallel = parallelize(model, tuple(inputs), plan, loss=loss, targets=targets, mesh=mesh)
+    split = split_step(mesh, parallel, inputs, targets)
     peaks = [_peak(split), 0]
     if serial is not None:
         peaks[1] = _peak(serial)
@@ -109,15 +112,10 @@ def _ddp_step(
     return _serial_step(wrapped, [x[part] for x in inputs], [t[part] for t in targets], loss)
 
 
-def _split_step(
-    mesh: Mesh,
-    model: nn.Module,
-    inputs: Sequence[Tensor],
-    plan: Any,
-    targets: tuple[Tensor, ...],
-    loss: Any,
+def split_step(
+    mesh: Mesh, split: ParallelModel, inputs: Sequence[Tensor], targets: tuple[Tensor, ...]
 ) -> Step:
-    split = parallelize(model, tuple(inputs), plan, loss=loss, targets=targets, mesh=mesh)
+    """Return a training step on this rank's slabs."""
     slabs = [
         tensor[layout.slab(mesh.rank)].contiguous()
         for tensor, layout in zip((*inputs, *targets), split.input_layouts, strict=True)

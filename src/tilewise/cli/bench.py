@@ -15,6 +15,7 @@ from tilewise.cli.bench_io import io
 from tilewise.cli.bench_model import model
 from tilewise.cli.bench_options import Backend, Json, Ranks, Rounds, in_ms, new_table
 from tilewise.cli.bench_page import page
+from tilewise.cli.bench_plans import plans
 from tilewise.cli.crew import Crew
 from tilewise.cli.naming import InputError
 
@@ -22,6 +23,7 @@ bench_app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 bench_app.command()(io)
 bench_app.command()(model)
 bench_app.command()(page)
+bench_app.command()(plans)
 
 
 @bench_app.callback()

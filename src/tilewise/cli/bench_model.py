@@ -21,7 +21,7 @@ from tilewise.comm import Mesh
 def model(
     model: Annotated[str, typer.Argument(help="package.module:callable, file.py:callable or name")],
     input: Annotated[list[str], typer.Option(help="global shape, such as 2x3x64x64; repeats")],
-    plan: Annotated[str, typer.Option(help="'n2 h2', 'conv*=h2,fc=f2', or a plan file")] = "n2",
+    plan: Annotated[str, typer.Option(help="'n2 h2', 'conv*=h2,fc=f2', a file or auto")] = "n2",
     ranks: Ranks = 2,
     arg: Annotated[list[str] | None, typer.Option(help="key=value for the model; repeats")] = None,
     rounds: Rounds = 5,

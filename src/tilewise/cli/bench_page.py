@@ -18,7 +18,7 @@ from tilewise.bench.model import ModelRow
 from tilewise.cli.bench_model import run_model
 from tilewise.cli.crew import Crew
 from tilewise.cli.naming import InputError, parse_plan, parse_shape
-from tilewise.ops.tune import machine_name
+from tilewise.ops.kept import machine_name
 
 MODELS = (
     ("cosmoflow", ("size=128",), "1x4x128x128x128", "d2"),

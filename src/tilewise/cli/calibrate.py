@@ -11,35 +11,44 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tilewise.bench.calibrate import Measured, machine_of
-from tilewise.bench.calibrate import calibrate as measure
+from tilewise.auto.calibrate import Measured, machine_of
+from tilewise.auto.calibrate import calibrate as measure
+from tilewise.auto.plan import keep
+from tilewise.cli.bench_options import Backend
+from tilewise.cli.crew import Crew
 from tilewise.cli.naming import InputError
-from tilewise.planner.machine import Machine
+from tilewise.planner.machine import LOCAL, Machine, local_path
 
 
 def calibrate(
-    output: Annotated[Path, typer.Option("-o", "--output", help="the machine file to write")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="also write a machine file")
+    ] = None,
     ranks: Annotated[int, typer.Option(min=2, help="local ranks to start")] = 2,
-    backend: Annotated[str, typer.Option(help="torch.distributed backend")] = "gloo",
+    backend: Backend = "gloo",
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Measure what this machine's ranks compute and send, and write a machine file."""
-    if backend != "gloo":
-        raise InputError(f"--backend: {backend!r} must be gloo, which is what this machine has")
-    if not output.parent.is_dir():
+    """Measure what this machine's ranks compute and send, for `--machine local` and auto plans."""
+    if output is not None and not output.parent.is_dir():
         raise InputError(f"-o: there is no directory {output.parent}")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
                TimeElapsedColumn())  # fmt: skip
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("starting ranks", total=None)
         found = Measured()
-        for number, (name, steps) in enumerate(measure(found, ranks, backend)):
-            progress.update(task, description=name, total=steps, completed=number)
+        with Crew(ranks, backend=backend) as crew:
+            ranks = crew.size
+            steps = measure(found, lambda function, *args: crew.run(function, *args)[0])
+            for number, (name, total) in enumerate(steps):
+                progress.update(task, description=name, total=total, completed=number)
         progress.update(task, description="done", completed=progress.tasks[0].total)
-    machine = machine_of(found, ranks, name=output.stem)
-    output.write_text(machine.to_json(), encoding="utf-8")
+    machine = machine_of(found, ranks, name=LOCAL if output is None else output.stem)
+    keep(machine, ranks, backend)
+    written = local_path(ranks, backend) if output is None else output
+    if output is not None:
+        output.write_text(machine.to_json(), encoding="utf-8")
     if json_:
-        print(json.dumps({"machine": str(output), "fit_errors": machine.fit_errors}))
+        print(json.dumps({"machine": str(written), "fit_errors": machine.fit_errors}))
     else:
         _show(machine)
 

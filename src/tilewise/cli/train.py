@@ -80,6 +80,9 @@ def train(
         )  # fmt: skip
     summary = {**results[0], "peak_bytes": [one["peak_bytes"] for one in results]}
     summary |= {"ranks": crew.size, "out": str(folder)}
+    if crew.first:
+        text = json.dumps(summary, indent=1)
+        (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
     if json_:
         print(json.dumps(summary))
     else:

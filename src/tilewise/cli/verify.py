@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from tilewise.auto.plan import AUTO
 from tilewise.cli.crew import Crew
 from tilewise.cli.naming import InputError, build_model, parse_dtype, parse_plan, parse_shape
 from tilewise.comm import Mesh
@@ -30,7 +31,7 @@ def verify(
     model: Annotated[str, typer.Argument(help="package.module:callable, file.py:callable or name")],
     input: Annotated[list[str], typer.Option(help="global shape, such as 2x3x64x64; repeats")],
     ranks: Annotated[int, typer.Option(min=1, help="local ranks to start")] = 2,
-    plan: Annotated[str, typer.Option(help="'n2 h2', 'conv*=h2,fc=f2', or a plan file")] = "n2",
+    plan: Annotated[str, typer.Option(help="'n2 h2', 'conv*=h2,fc=f2', a file or auto")] = "n2",
     arg: Annotated[list[str] | None, typer.Option(help="key=value for the model; repeats")] = None,
     loss: Annotated[str, typer.Option(help=" or ".join(LOSSES))] = "mse",
     steps: Annotated[int, typer.Option(min=0, help="steps of SGD with momentum to follow")] = 5,
@@ -66,6 +67,8 @@ def verify(
 def _dry_run(task: tuple[Any, ...], ranks: int) -> None:
     """Find bad input before any rank is started."""
     name, arguments, shapes, plan, _, _, dtype, seed = task
+    if plan == AUTO:
+        return
     for degrees in plan.values() if isinstance(plan, dict) else [plan]:
         if isinstance(degrees, str):
             Degrees.parse(degrees)

@@ -6,22 +6,18 @@ kept on disk for each machine, version and shape.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import platform
-import tempfile
 import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewise.comm import Mesh
 from tilewise.ops.conv_local import LocalConv, Way, Ways, is_last
+from tilewise.ops.kept import folder, load, machine_name, store
 
 WORTH = 2e7  # multiplications below which no choice pays for its measuring
 GAIN = 0.97  # what a way must beat to be worth leaving the plain one
@@ -58,20 +54,17 @@ def tuning() -> bool:
 
 def cache_file() -> Path:
     """Return where measured times are kept on this machine."""
-    folder = os.environ.get("TILEWISE_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "tilewise"
-    )
-    return Path(folder) / "ways.json"
+    return folder() / "ways.json"
 
 
 def _known(conv: LocalConv, x: Tensor, weight: Tensor) -> list[float]:
     """Return the time of each way in each phase, from the file or measured now."""
     key = _key(conv, x, weight)
-    known = _load().get(key)
+    known = load(cache_file()).get(key)
     if isinstance(known, list) and len(known) == 3 * len(WAYS):
         return [float(value) for value in known]
     times = _measure(conv, x.detach(), weight.detach())
-    _store(key, times)
+    store(cache_file(), {key: times})
     return times
 
 
@@ -85,38 +78,6 @@ def _key(conv: LocalConv, x: Tensor, weight: Tensor) -> str:
             None if halo is None else [str(box) for box in halo.boxes],
         ]
     )  # fmt: skip
-
-
-@cache
-def machine_name() -> str:
-    """Return what kind of processor this is."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-def _load() -> dict[str, Any]:
-    try:
-        found = json.loads(cache_file().read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _store(key: str, times: list[float]) -> None:
-    """Add to the file, as a whole or not at all; a file that cannot be written is no error."""
-    path = cache_file()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # ranks that store at the same time wait in turn
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-                json.dump(_load() | {key: times}, file)
-            os.replace(file.name, path)
-    except OSError:
-        return
 
 
 def _measure(conv: LocalConv, x: Tensor, weight: Tensor) -> list[float]:
@@ -142,16 +103,17 @@ def _time(phase: Callable[[Way], None], way: Way, x: Tensor) -> float:
     phase(way)
     best = float("inf")
     for _ in range(ROUNDS):
-        _settle(x)
+        settle(x)
         began = time.perf_counter()
         phase(way)
-        _settle(x)
+        settle(x)
         best = min(best, time.perf_counter() - began)
         if best > LONG:
             break
     return best
 
 
-def _settle(x: Tensor) -> None:
+def settle(x: Tensor) -> None:
+    """Wait until the device of a tensor has done all that it was given."""
     if x.device.type != "cpu":
         torch.accelerator.synchronize(x.device)

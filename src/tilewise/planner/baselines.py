@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from tilewise.planner.candidates import LETTERS, Candidates, all_degrees
+from tilewise.planner.candidates import all_degrees
 from tilewise.planner.formulate import Formulation
 from tilewise.planner.solve import Cost, evaluate
 
@@ -90,28 +90,5 @@ def _evaluated(found: Formulation, choices: Ints) -> Iterator[tuple[int, Cost]]:
 
 def _fitted(found: Formulation, wanted: Ints) -> Ints:
     """Return, for each row of degrees, the candidate of each layer that comes nearest to it."""
-    columns = [_nearest(some, wanted) for some in found.choices.candidates]
+    columns = [some.nearest(wanted) for some in found.choices.candidates]
     return np.stack(columns, axis=1)
-
-
-def _nearest(some: Candidates, wanted: Ints) -> Ints:
-    """Reduce each degree to its largest divisor that the layer can use, as Plan.uniform does."""
-    fitted = np.ones_like(wanted)
-    joint = some.layer.extents.get("cf")
-    room = np.full(len(wanted), 0 if joint is None else joint)
-    for column, letter in enumerate(LETTERS):
-        extent = np.full(len(wanted), max(some.layer.extents.get(letter, 1), 1))
-        if joint is not None and letter in "cf":
-            extent = room
-        for size in np.unique(wanted[:, column]):
-            divisors = np.array([k for k in range(1, size + 1) if size % k == 0])
-            rows = wanted[:, column] == size
-            at = np.searchsorted(divisors, extent[rows], side="right") - 1
-            fitted[rows, column] = divisors[np.maximum(at, 0)]
-        room = room // fitted[:, column] if letter == "c" else room
-    if joint is not None:
-        fitted[:, 4] *= fitted[:, 5]
-        fitted[:, 5] = 1
-    known = {tuple(row): index for index, row in enumerate(some.table.tolist())}
-    first = next(iter(known.values()))  # a pinned layer has one candidate only
-    return np.array([known.get(tuple(row), first) for row in fitted.tolist()], np.int64)

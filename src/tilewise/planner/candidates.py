@@ -59,6 +59,28 @@ class Candidates:
             raise PlanError(f"plan: {self.layer.name} cannot be split '{degrees}': {reason}")
         return int(found[0])
 
+    def nearest(self, wanted: Ints) -> Ints:
+        """Reduce degrees to their largest divisors that the layer can use, as Plan.uniform does."""
+        fitted = np.ones_like(wanted)
+        joint = self.layer.extents.get("cf")
+        room = np.full(len(wanted), 0 if joint is None else joint)
+        for column, letter in enumerate(LETTERS):
+            extent = np.full(len(wanted), max(self.layer.extents.get(letter, 1), 1))
+            if joint is not None and letter in "cf":
+                extent = room
+            for size in np.unique(wanted[:, column]):
+                divisors = np.array([k for k in range(1, size + 1) if size % k == 0])
+                rows = wanted[:, column] == size
+                at = np.searchsorted(divisors, extent[rows], side="right") - 1
+                fitted[rows, column] = divisors[np.maximum(at, 0)]
+            room = room // fitted[:, column] if letter == "c" else room
+        if joint is not None:
+            fitted[:, 4] *= fitted[:, 5]
+            fitted[:, 5] = 1
+        known = {tuple(row): index for index, row in enumerate(self.table.tolist())}
+        first = next(iter(known.values()))  # a pinned layer has one candidate only
+        return np.array([known.get(tuple(row), first) for row in fitted.tolist()], np.int64)
+
     def dropped(self) -> Iterator[Dropped]:
         """Yield all degrees whose product divides the devices and that are not candidates."""
         for row in all_degrees(self.devices):

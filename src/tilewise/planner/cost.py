@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from tilewise.errors import PlanError
 from tilewise.graph.graph import Node, Value
+from tilewise.graph.sync import BUCKET_BYTES
 from tilewise.planner.candidates import LETTERS
 from tilewise.planner.forms import Form, Swap
 from tilewise.planner.machine import Machine
@@ -101,13 +102,14 @@ def bare(halo: Floats, compute: Floats, overlap: float) -> Floats:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a cost depends on besides the layer."""
+    """What a cost depends on besides the layer; gradients are summed in buckets of some bytes."""
 
     machine: Machine
     devices: int
     dtype: str
     itemsize: int
     optimizer: str
+    bucket_bytes: int = BUCKET_BYTES
 
     def __post_init__(self) -> None:
         if self.optimizer not in STATES:
@@ -268,8 +270,8 @@ def add_parameters(
 ) -> None:
     """Add gradient sums, the optimizer and what is held for blocks of parameters.
 
-    `blocks` has the elements of each block and how many ranks share it. The sums of one layer
-    travel together.
+    `blocks` has the elements of each block and how many ranks share it. Sums travel in buckets: a
+    layer pays for its share of one.
     """
     if not blocks:
         return
@@ -280,7 +282,8 @@ def add_parameters(
     summed = (total + len(blocks)) * setting.itemsize
     # samples and space are the slowest axes, so whoever shares a block reaches over all devices
     span = np.where(sharers > 1, float(setting.devices), 1.0)
-    cost.sync += sum_s(setting.machine, summed, sharers, span)
+    bucket = np.maximum(summed, float(setting.bucket_bytes))
+    cost.sync += sum_s(setting.machine, bucket, sharers, span) * summed / bucket
     cost.optimizer += memory_s(setting.machine, held * (3 + 2 * states))
     cost.block_bytes += held
     largest = np.max([elements for elements, _, _ in blocks], axis=0) * setting.itemsize

@@ -194,7 +194,9 @@ class _Asked:
         self.beside = keeps(node).beside_bytes * float(_largest(Cover.of(operation.outs[0])))
 
 
-def lower_where(node: Node, operand: Value, layout: Layout, labels: Mapping[Value, str]) -> Lowered:
+def lower_where(
+    node: Node, operand: Value, layout: Layout, labels: Mapping[Value, str], *, rank: int = 0
+) -> Lowered:
     """Plan one call that follows an operand; others lie like it, or whole."""
     layouts = {
         value: layout.with_shape(value.shape)
@@ -203,7 +205,7 @@ def lower_where(node: Node, operand: Value, layout: Layout, labels: Mapping[Valu
         for value in node.values()
         if not value.held
     }
-    site = Site(node, layouts, dict(labels), None, layout.ranks, 0, Draws(0))
+    site = Site(node, layouts, dict(labels), None, layout.ranks, rank, Draws(0))
     site.followed = _degrees_like(layout, labels.get(operand, ""))
     return lower_call(site)
 

@@ -235,15 +235,22 @@ def signature(node: Node, labels: Mapping[Value, str]) -> str:
     return f"{node.kind} {args} {[described(out) for out in node.outs]}"
 
 
-def lower_alone(node: Node, labels: Mapping[Value, str], degrees: Degrees) -> Lowered:
-    """Plan one call as if all its operands lay as its degrees say."""
-    ranks = degrees.product
+def lower_alone(
+    node: Node,
+    labels: Mapping[Value, str],
+    degrees: Degrees,
+    *,
+    ranks: int | None = None,
+    rank: int = 0,
+) -> Lowered:
+    """Plan one call as if all its operands lay as its degrees say; without replicas by default."""
+    ranks = degrees.product if ranks is None else ranks
     layouts = {
         value: Layout.of(value.shape, labels[value], degrees, ranks=ranks)
         for value in node.values()
         if not value.held
     }
-    site = Site(node, layouts, dict(labels), degrees, ranks, 0, Draws(0))
+    site = Site(node, layouts, dict(labels), degrees, ranks, rank, Draws(0))
     return REGISTRY[node.kind].apply(site)
 
 

@@ -9,7 +9,7 @@ priced with the reader, for an operand that already lies right.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -22,8 +22,9 @@ from tilewise.graph.captured import Graph
 from tilewise.graph.graph import Node, Value
 from tilewise.graph.labels import labels
 from tilewise.graph.sync import BUCKET_BYTES
-from tilewise.layout import Degrees
+from tilewise.layout import Degrees, Layout
 from tilewise.plan import Layer, Plan
+from tilewise.planner.calls import SplitCall, described, key_of, list_calls, use_measured
 from tilewise.planner.cost import NodeCost, Setting, node_cost
 from tilewise.planner.follow import follow, follow_simple, simple
 from tilewise.planner.forms import Form, Known
@@ -76,6 +77,7 @@ class Formulation:
     costs: dict[str, NodeCost] = field(default_factory=dict)
     readers: dict[Value, list[Reader]] = field(default_factory=dict)
     moves: dict[Value, MoveCosts] = field(default_factory=dict)
+    calls: dict[str, SplitCall] = field(default_factory=dict)
     problem: Problem = field(init=False)
 
     @property
@@ -88,6 +90,11 @@ class Formulation:
         found = zip(self.names, self.choices.candidates, choice, strict=True)
         return Plan({name: some.degrees(index) for name, some, index in found})
 
+    def nearest(self, degrees: Degrees) -> tuple[int, ...]:
+        """Return the candidates that come nearest to the same degrees for all layers."""
+        wanted = np.array([[size for _, size in degrees.items()]], np.int64)
+        return tuple(int(some.nearest(wanted)[0]) for some in self.choices.candidates)
+
     def choice(self, plan: Plan) -> tuple[int, ...]:
         """Return the candidates that a plan's degrees are."""
         return tuple(
@@ -97,14 +104,22 @@ class Formulation:
 
 
 def formulate(
-    graph: Graph, setting: Setting, *, pins: Mapping[str, Degrees] | None = None
+    graph: Graph,
+    setting: Setting,
+    *,
+    pins: Mapping[str, Degrees] | None = None,
+    with_calls: bool = False,
 ) -> Formulation:
-    """Price all candidates of all layers, and all moves between them."""
+    """Price all candidates of all layers, and all moves between them.
+
+    `with_calls` also lists all calls under all their splits, to be measured.
+    """
     named = labels(graph.training)
+    setting = replace(setting, bucket_bytes=min(BUCKET_BYTES, _parameter_bytes(graph, setting)))
     found = Formulation(graph, setting, choices(graph, named, setting.devices, pins or {}))
     if not found.names:
         raise PlanError("plan: the model has no layer with weights or windows to split")
-    _Walk(found, named).run()
+    _Walk(found, named, with_calls).run()
     found.problem = _problem(found)
     return found
 
@@ -112,8 +127,8 @@ def formulate(
 class _Walk:
     """Go through the program once, and note where every tensor lies."""
 
-    def __init__(self, found: Formulation, named: Mapping[Value, str]) -> None:
-        self.found, self.named = found, named
+    def __init__(self, found: Formulation, named: Mapping[Value, str], with_calls: bool) -> None:
+        self.found, self.named, self.with_calls = found, named, with_calls
         self.setting, self.choices = found.setting, found.choices
         self.places = self.choices.places
         self.grads = differentiable(self.choices.program)
@@ -143,6 +158,9 @@ class _Walk:
         some = self.choices.candidates[variable]
         form = Form(node, self.named, some.table, self.setting.devices, self.known)
         cost = node_cost(form, self.setting, grads=self.grads)
+        if self._by_call:
+            splits = [some.degrees(index) for index in range(len(some))]
+            self._measured(node, cost, splits, np.arange(len(some)))
         self.choices.owner[node.name] = variable
         self.found.costs[node.name] = cost
         for index, value in enumerate(form.operands):
@@ -178,6 +196,9 @@ class _Walk:
             found = follow(node, operand, place, self.named, table, self.setting, grads=self.grads)
         self.choices.owner[node.name] = place.owner
         self.found.costs[node.name] = found.cost
+        if self._by_call:
+            layouts = [place.layouts.layout_at(row) for row in range(len(place.layouts))]
+            self._measured(node, found.cost, layouts, place.where, operand)
         for value, wants in found.wants.items():
             if value in self.places:
                 self._read(node, place.owner, value, wants, np.zeros(len(table), bool))
@@ -185,6 +206,29 @@ class _Walk:
         if keeps(node).operands:
             self.kept.add(operand)
         self._note_results(node)
+
+    @property
+    def _by_call(self) -> bool:
+        return self.with_calls or bool(self.setting.machine.call_times)
+
+    def _measured(
+        self,
+        node: Node,
+        cost: NodeCost,
+        splits: list[Degrees] | list[Layout],
+        where: Ints,
+        operand: Value | None = None,
+    ) -> None:
+        """List a call under all its splits, and use what was measured of them."""
+        machine, call = self.setting.machine, described(node, self.named, self.grads)
+        overlap = machine.overlap_halo
+        if self.with_calls:
+            seconds = cost.forward(overlap) + cost.backward(overlap)
+            first = {int(row): index for index, row in reversed(list(enumerate(where)))}
+            self.found.calls |= list_calls(
+                node, call, splits, operand, self.grads, lambda row: float(seconds[first[row]])
+            )
+        use_measured(cost, machine, [key_of(call, one) for one in splits], where, overlap)
 
     def _note_results(self, node: Node) -> None:
         if keeps(node).results:
@@ -366,7 +410,7 @@ class MoveCosts:
 
 def _problem(found: Formulation) -> Problem:
     """Add up the calls of each variable, and list transfers and ties."""
-    overlap = found.setting.machine.overlap_halo
+    overlap, hiding = found.setting.machine.overlap_halo, found.setting.machine.overlap_sums
     members: list[list[NodeCost]] = [[] for _ in found.names]
     for name, cost in found.costs.items():
         members[found.choices.owner[name]].append(cost)
@@ -374,15 +418,16 @@ def _problem(found: Formulation) -> Problem:
     variables = []
     for name, costs in zip(found.names, members, strict=True):
         burst = np.max([np.maximum(c.burst_bytes, c.copy_bytes) for c in costs], axis=0)
-        burst = burst + np.where(sum(c.sync for c in costs) > 0, bucket, 0.0)
+        sync = np.asarray(sum(cost.sync for cost in costs))
+        burst = burst + np.where(sync > 0, bucket, 0.0)
         blocks = found.setting.blocks
         held = sum(c.saved_bytes + c.later_bytes + blocks * c.block_bytes for c in costs)
         variables.append(
             Variable.of(
                 name,
                 sum(cost.forward(overlap) + cost.optimizer for cost in costs),
-                sum(cost.backward(overlap) for cost in costs),
-                sum(cost.sync for cost in costs),
+                sum(cost.backward(overlap) for cost in costs) + (1.0 - hiding) * sync,
+                sync,
                 np.ceil(held).astype(np.int64),
                 np.ceil(burst).astype(np.int64),
             )
@@ -400,13 +445,22 @@ def _problem(found: Formulation) -> Problem:
 
 def _largest_bucket(found: Formulation) -> int:
     """Return the most bytes that a bucket of gradients has under any plan."""
-    sizes = {
-        str(value.source): prod(value.shape) * found.setting.itemsize
-        for node in found.choices.program.nodes
+    sizes = _parameter_sizes(found.graph, found.setting)
+    return min(sum(sizes.values()), BUCKET_BYTES + max(sizes.values(), default=0))
+
+
+def _parameter_bytes(graph: Graph, setting: Setting) -> int:
+    return max(sum(_parameter_sizes(graph, setting).values()), 1)
+
+
+def _parameter_sizes(graph: Graph, setting: Setting) -> dict[str, int]:
+    """Return the bytes of every parameter."""
+    return {
+        str(value.source): prod(value.shape) * setting.itemsize
+        for node in graph.training.nodes
         for value in node.values()
         if value.origin == "parameter"
     }
-    return min(sum(sizes.values()), BUCKET_BYTES + max(sizes.values(), default=0))
 
 
 def _ties(found: Formulation) -> list[Tie]:

@@ -10,18 +10,21 @@ any machine is in the code.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tilewise.errors import TilewiseError
+from tilewise.ops.kept import folder
 
 Floats = NDArray[np.float64]
 PRESETS = Path(__file__).parent / "machines"
+LOCAL = "local"
 
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -123,11 +126,23 @@ class LayerTime(_Part):
     backward_s: NotNegative
 
 
+class CallTime(_Part):
+    """A call that was measured split over all ranks, its own messages included.
+
+    `call` is the key of planner/calls.py.
+    """
+
+    call: str
+    forward_s: NotNegative
+    backward_s: NotNegative
+
+
 class Machine(_Part):
     """Devices, their memory and rates, and the links between them.
 
     `reserved_bytes` of a device's memory are not the model's. Where convolutions copy operands
     into blocks of channels first, `workspace_channel_block` is the size of a block.
+    `overlap_sums` is the share of the gradient sums that can hide behind backward.
     """
 
     name: str
@@ -144,7 +159,9 @@ class Machine(_Part):
     network: Link
     all_reduce: AllReduce
     overlap_halo: Annotated[float, Field(ge=0, le=1)]
+    overlap_sums: Annotated[float, Field(ge=0, le=1)] = 1.0
     layer_times: tuple[LayerTime, ...] = ()
+    call_times: tuple[CallTime, ...] = ()
     fit_errors: dict[str, float] = Field(default_factory=dict)
 
     def rates(self, dtype: str) -> Compute:
@@ -171,6 +188,18 @@ class Machine(_Part):
         """The table of measured layers by kind, dtype, shapes and options."""
         return {(row.kind, row.dtype, row.shapes, row.options): row for row in self.layer_times}
 
+    @cached_property
+    def timed(self) -> dict[str, CallTime]:
+        """The table of measured calls by key."""
+        return {row.call: row for row in self.call_times}
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Machine:
+        """Copy with changes; what was computed from the old numbers is not copied."""
+        found = super().model_copy(update=update, deep=deep)
+        for name in ("measured", "timed"):
+            found.__dict__.pop(name, None)
+        return found
+
     def to_json(self) -> str:
         """Return the machine as JSON text."""
         return self.model_dump_json(indent=1) + "\n"
@@ -191,16 +220,32 @@ def preset_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in PRESETS.glob("*.json")))
 
 
-def load_machine(machine: str | Path | Machine) -> Machine:
-    """Return a preset by name, or a machine from a JSON file."""
+def local_path(ranks: int, backend: str = "gloo") -> Path:
+    """Return where the measured rates of this machine with so many ranks are kept."""
+    return folder() / f"machine-{ranks}-{backend}.json"
+
+
+def load_machine(machine: str | Path | Machine, *, devices: int = 2) -> Machine:
+    """Return a preset by name, or a machine from a JSON file.
+
+    `local` is this machine as `tilewise calibrate` measured it with as many ranks as devices.
+    """
     if isinstance(machine, Machine):
         return machine
     path = Path(machine)
     if str(machine) in preset_names():
         path = PRESETS / f"{machine}.json"
+    elif machine == LOCAL:
+        path = local_path(devices)
+        if not path.is_file():
+            raise MachineError(
+                f"machine: this one was not measured with {devices} ranks yet; run tilewise "
+                f"calibrate --ranks {devices}"
+            )
     elif not path.is_file():
         raise MachineError(
-            f"machine: {str(machine)!r} is neither a file nor one of {', '.join(preset_names())}"
+            f"machine: {str(machine)!r} is neither a file nor one of "
+            f"{', '.join((*preset_names(), LOCAL))}"
         )
     try:
         text = path.read_text(encoding="utf-8")

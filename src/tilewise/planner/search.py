@@ -187,7 +187,8 @@ def search(
     Args:
         graph: what `capture` returned; with its loss, if it was captured with one.
         devices: how many; all degrees' products divide it.
-        machine: a preset's name, a machine file, or a Machine.
+        machine: a preset's name, `local` for this one as it was measured, a machine file, or a
+            Machine.
         memory: bytes a device, such as `16GiB`; by default the machine's, less what it reserves.
         optimizer: `sgd`, `momentum`, `rmsprop`, `adam` or `adamw`: how much state it keeps.
         dtype: what the model is trained in.
@@ -196,7 +197,7 @@ def search(
     """
     if devices < 1:
         raise PlanError(f"plan: devices (={devices}) must be at least 1")
-    where = load_machine(machine)
+    where = load_machine(machine, devices=devices)
     name = str(dtype).removeprefix("torch.")
     kind = getattr(torch, name, None)
     if not isinstance(kind, torch.dtype):

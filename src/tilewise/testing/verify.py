@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
+from tilewise.auto import read_plan
 from tilewise.comm import Exchange, Mesh
-from tilewise.graph import Graph, ParallelModel, as_plan, capture, full_state_dict
+from tilewise.graph import Graph, ParallelModel, capture, full_state_dict
 from tilewise.layout import Axis, Layout
 from tilewise.plan import Plan
 from tilewise.testing.compare import error
@@ -99,7 +100,7 @@ def verify(
     targets = draw_targets(model, inputs, loss)
     if graph is None:
         graph = capture(model, tuple(inputs), LOSSES[loss], targets=targets)
-    split = ParallelModel(copy.deepcopy(model), graph, as_plan(graph, plan), mesh)
+    split = ParallelModel(copy.deepcopy(model), graph, read_plan(graph, plan, mesh), mesh)
     result.fallbacks, result.notes = split.fallbacks, split.plan.notes
     serial = _serial(model, inputs, LOSSES[loss], split) if mesh.rank == 0 else None
     found = _compare_first_pass(mesh, split, serial, inputs, targets, result)

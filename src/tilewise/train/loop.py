@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
 import time
@@ -122,6 +123,8 @@ class Run:
         if self.speaks:
             self.out.mkdir(parents=True, exist_ok=True)
             self.model.plan.save(self.out / "plan.json")
+            text = json.dumps(self.recipe.as_dict(), indent=1)
+            (self.out / "recipe.json").write_text(text + "\n", encoding="utf-8")
             self.journal = Journal(
                 self.out,
                 after=self.progress.step if resumed else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ class Profile:
         self.steps += 1
         if self.steps != FIRST:
             return
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it talks while the run is shown
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)

@@ -1,8 +1,8 @@
 """Measure this machine: what its ranks compute and send in how many seconds.
 
-All ranks compute at once, as they do in training, so what they share (memory, caches, turbo) is in
-the numbers. Of several calls on rank 0 the time is taken that a fifth of them stayed below: others
-may be using the machine, and they only ever make calls slower.
+All ranks compute at once, as they do in training, so what they share (cores, memory, caches) is in
+the numbers. Of the calls on rank 0 the time of a fast stretch is taken: others may be using the
+machine, and they only ever make calls slower.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilewise.comm import Mesh
-from tilewise.comm.pool import Pool
+from tilewise.comm import Exchange, Mesh
+from tilewise.layout import Axis, Layout
+from tilewise.ops.kept import machine_name
 from tilewise.planner.fit import (
     Timed,
     arithmetic_error,
@@ -36,6 +38,7 @@ from tilewise.planner.machine import Compute, Machine
 
 SECONDS = 0.25
 MESSAGES = (1_000, 10_000, 100_000, 1_000_000, 4_000_000)
+PARTS = 10
 ARRAYS = (10_000, 100_000, 1_000_000, 10_000_000, 64_000_000)
 
 
@@ -101,7 +104,7 @@ class Measured:
     """What was measured so far.
 
     `touch_s` is a bare call on next to nothing, `call_s` that of a layer that records its
-    backward.
+    backward. `hidden` is the share of a sum that passes behind arithmetic.
     """
 
     by_flops: dict[str, list[Timed]] = field(default_factory=dict)
@@ -112,33 +115,31 @@ class Measured:
     call_s: float = 0.0
     messages: list[float] = field(default_factory=list)
     sums: list[float] = field(default_factory=list)
+    hidden: float = 0.0
 
 
-def calibrate(found: Measured, ranks: int, backend: str = "gloo") -> Iterator[tuple[str, int]]:
+Run = Callable[..., Any]
+"""Calls a function with a mesh and arguments on all ranks, and returns what the first one found."""
+
+
+def calibrate(found: Measured, run: Run) -> Iterator[tuple[str, int]]:
     """Measure in steps into `found`; yields what comes next, and how many steps there are."""
-    steps = 3 + 2 * len(BY_FLOPS)
-    pool = Pool(ranks, backend=backend, timeout=600.0)
-    members = tuple(range(ranks))
-
-    def run(function: Callable[..., Any], *args: Any) -> Any:
-        return pool.run(members, function, args, 600.0)[0]
-
-    try:
-        yield "memory", steps
-        found.touch_s, found.arrays = run(time_arrays, ARRAYS)
-        found.call_s = run(time_layers, [TINY])[0].forward_s
-        for kind in BY_FLOPS:
-            yield f"{kind} by size", steps
-            found.by_flops[kind] = run(time_layers, BY_FLOPS[kind])
-            yield f"{kind} by channels", steps
-            found.by_channels[kind] = run(time_layers, BY_CHANNELS[kind])
-            found.checks[kind] = run(time_layers, CHECKS[kind])
-        yield "messages", steps
-        found.messages = run(time_messages, MESSAGES)
-        yield "sums", steps
-        found.sums = run(time_sums, MESSAGES)
-    finally:
-        pool.close()
+    steps = 4 + 2 * len(BY_FLOPS)
+    yield "memory", steps
+    found.touch_s, found.arrays = run(time_arrays, ARRAYS)
+    found.call_s = run(time_layers, [TINY])[0].forward_s
+    for kind in BY_FLOPS:
+        yield f"{kind} by size", steps
+        found.by_flops[kind] = run(time_layers, BY_FLOPS[kind])
+        yield f"{kind} by channels", steps
+        found.by_channels[kind] = run(time_layers, BY_CHANNELS[kind])
+        found.checks[kind] = run(time_layers, CHECKS[kind])
+    yield "messages", steps
+    found.messages = run(time_messages, MESSAGES)
+    yield "sums", steps
+    found.sums = run(time_sums, MESSAGES)
+    yield "sums behind compute", steps
+    found.hidden = run(time_hidden)
 
 
 def machine_of(found: Measured, ranks: int, *, name: str = "local") -> Machine:
@@ -153,6 +154,7 @@ def machine_of(found: Measured, ranks: int, *, name: str = "local") -> Machine:
     back = backward_share([one for some in kinds for one in some])
     compute = Compute(peak_flops_per_s=peak, kinds=arithmetic, backward_share=back)
     link, link_error = fit_link(MESSAGES, found.messages)
+    link = link.model_copy(update={"concurrent_messages": max(ranks - 1, 1)})
     sums, sums_error = fit_all_reduce(link, ranks, MESSAGES, found.sums)
     _, _, arrays_error = fit_line(ARRAYS, found.arrays)
     busy = [max(t - found.touch_s, 0.1 * t) for t in found.arrays]
@@ -165,7 +167,7 @@ def machine_of(found: Measured, ranks: int, *, name: str = "local") -> Machine:
     pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     how = (
         f"measured by tilewise calibrate on {ranks} ranks of {platform.node()} "
-        f"({platform.machine()}, {os.cpu_count()} cores), torch {torch.__version__}"
+        f"({machine_name()}, {os.cpu_count()} cores), torch {torch.__version__}"
     )
     return Machine(
         name=name,
@@ -186,13 +188,19 @@ def machine_of(found: Measured, ranks: int, *, name: str = "local") -> Machine:
         network=link,
         all_reduce=sums,
         overlap_halo=0.0,
+        overlap_sums=found.hidden,
         fit_errors=errors,
     )
 
 
 def typical(times: Sequence[float]) -> float:
-    """Return the time that a fifth of the calls stayed below."""
-    return sorted(times)[len(times) // 5]
+    """Return the mean of the second fastest fifth of the calls, fifths of those in a row.
+
+    Single calls tell little: where ranks share cores, one runs at full speed until it has to wait.
+    """
+    size = max(len(times) // 5, 1)
+    means = [fmean(times[i : i + size]) for i in range(0, len(times) - size + 1, size)]
+    return sorted(means)[min(1, len(means) - 1)]
 
 
 # -- on the ranks ---------------------------------------------------------------------------------
@@ -254,35 +262,77 @@ def time_arrays(mesh: Mesh, sizes: Sequence[int]) -> tuple[float, list[float]]:
 
 
 def time_messages(mesh: Mesh, sizes: Sequence[int]) -> list[float]:
-    """Time messages around the ring of ranks, all at once."""
+    """Time exchanges in which every rank receives so many bytes, in one part from each other."""
+    return _timed_together(mesh, sizes, lambda size: _exchange(mesh, size))
 
-    def exchange(buffer: Tensor, arriving: Tensor, tag: int) -> None:
-        after, before = (mesh.rank + 1) % mesh.size, (mesh.rank - 1) % mesh.size
-        receiving = mesh.receive(arriving, before, tag=tag, layer="calibrate")
-        sending = mesh.send(buffer, after, tag=tag, layer="calibrate")
-        mesh.wait(receiving, "receive", peer=before, layer="calibrate")
-        mesh.wait(sending, "send", peer=after, layer="calibrate")
 
-    tag = mesh.tag()
-    return _timed_together(mesh, sizes, lambda b: exchange(b, torch.empty_like(b), tag))
+def _exchange(mesh: Mesh, size: int) -> Callable[[], Any]:
+    """Return a move of a matrix from rows to columns."""
+    others = max(mesh.size - 1, 1)
+    width = mesh.size * max(size // (4 * others), 1)
+    rows = Layout((mesh.size, width), [Axis(mesh.size, 0)])
+    columns = Layout((mesh.size, width), [Axis(mesh.size, 1)])
+    exchange = Exchange(mesh, rows, columns, layer="calibrate")
+    mine = torch.zeros(1, width)
+    return lambda: exchange.start(mine).finish()
 
 
 def time_sums(mesh: Mesh, sizes: Sequence[int]) -> list[float]:
-    """Time sums over all ranks."""
+    """Time sums over all ranks, as gradients are summed: put together, added up and taken apart."""
     group = mesh.group()
-    return _timed_together(mesh, sizes, lambda b: mesh.sum(b, group, layer="calibrate"))
+
+    def prepare(size: int) -> Callable[[], Any]:
+        parts = [torch.zeros(size // 4 // PARTS) for _ in range(PARTS)]
+
+        def summed() -> None:
+            buffer = torch.cat(parts)
+            mesh.sum(buffer, group, layer="calibrate")
+            for part, new in zip(parts, buffer.split(size // 4 // PARTS)):
+                part.copy_(new)
+
+        return summed
+
+    return _timed_together(mesh, sizes, prepare)
 
 
-def _timed_together(mesh: Mesh, sizes: Sequence[int], call: Callable[[Tensor], Any]) -> list[float]:
-    """Time a call that all ranks make equally often."""
+def time_hidden(mesh: Mesh) -> float:
+    """Return the share of a sum's time that passes behind a matrix product of the same length."""
+    if mesh.size == 1:
+        return 1.0
+    group = mesh.group()
+    buffer, square = torch.zeros(1_000_000), torch.randn(384, 384)
+
+    def together(products: int, sums: bool) -> float:
+        times: list[float] = []
+        for _ in range(12):
+            mesh.agree("calibrate")
+            start = time.perf_counter()
+            work = mesh.sum(buffer, group, layer="calibrate", wait=False) if sums else None
+            for _ in range(products):
+                torch.mm(square, square)
+            mesh.finish(work, group, layer="calibrate")
+            times.append(time.perf_counter() - start)
+        return typical(times[2:])
+
+    alone, one = together(0, True), together(8, False) / 8
+    count = int(mesh.total([alone / one], layer="calibrate")[0] / mesh.size) + 1
+    compute = together(count, False)
+    hidden = (alone + compute - together(count, True)) / min(alone, compute)
+    return min(max(hidden, 0.0), 1.0)
+
+
+def _timed_together(
+    mesh: Mesh, sizes: Sequence[int], prepare: Callable[[int], Callable[[], Any]]
+) -> list[float]:
+    """Time calls that all ranks make equally often."""
     found = []
     for size in sizes:
-        buffer = torch.zeros(size // 4)
+        call = prepare(size)
         times: list[float] = []
         for _ in range(60 if size < 1_000_000 else 20):
             mesh.agree("calibrate")
             start = time.perf_counter()
-            call(buffer)
+            call()
             times.append(time.perf_counter() - start)
         found.append(typical(times[2:]))
     return found

@@ -1,0 +1,159 @@
+"""Time the calls of a model under their splits, on the ranks that are to train it.
+
+Each call runs as in a step, with its own messages, and all ranks at once. What was measured is kept
+on disk for the next time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.auto.tell import slowest
+from tilewise.comm import Chain, Mesh
+from tilewise.graph.graph import Value
+from tilewise.ops.kept import folder, load, machine_name, store
+from tilewise.ops.operation import Bound
+from tilewise.ops.tune import settle
+from tilewise.planner.calls import SplitCall
+from tilewise.planner.machine import CallTime
+
+HOPELESS = 2.5  # how many times its best split's time a split may take to be worth measuring
+BLOCKS = 3
+BLOCK_S = 0.02
+AT_ONCE = 64  # calls between two times that what was measured is kept
+
+
+def cache_file(mesh: Mesh, backend: str) -> Path:
+    """Return where times of calls on so many ranks are kept."""
+    return folder() / f"calls-{mesh.size}-{backend}.json"
+
+
+def worth_measuring(calls: Sequence[SplitCall]) -> list[SplitCall]:
+    """Leave out what the model of the machine says is hopeless."""
+    best: dict[str, float] = {}
+    for one in calls:
+        best[one.call] = min(best.get(one.call, float("inf")), one.modelled_s)
+    return [one for one in calls if one.modelled_s <= HOPELESS * best[one.call]]
+
+
+def time_calls(
+    mesh: Mesh,
+    calls: Sequence[SplitCall],
+    labels: Mapping[Value, str],
+    device: torch.device,
+    backend: str,
+) -> Generator[tuple[int, int], None, tuple[CallTime, ...]]:
+    """Return the times of all calls, known or measured now; yields how many of how many are done.
+
+    Communication: the calls' own, and one sum to agree on what is known.
+    """
+    path = cache_file(mesh, backend)
+    head = f"{machine_name()} torch {torch.__version__} {torch.get_num_threads()} threads {device}"
+    kept = load(path)
+    known = [kept.get(f"{head} {one.key}") for one in calls]
+    everywhere = mesh.total([float(one is not None) for one in known] or [0.0], layer="auto")
+    missing = [one for one, ranks in zip(calls, everywhere) if ranks < mesh.size]
+    found = {one.key: times for one, times in zip(calls, known) if times is not None}
+    for begin in range(0, len(missing), AT_ONCE):
+        times: list[float] = []
+        for number, one in enumerate(missing[begin : begin + AT_ONCE], start=begin):
+            times += _time(mesh, one, labels, device)
+            yield number + 1, len(missing)
+        longest = slowest(mesh, times)
+        new = {
+            one.key: longest[2 * i : 2 * i + 2]
+            for i, one in enumerate(missing[begin : begin + AT_ONCE])
+        }
+        store(path, {f"{head} {key}": times for key, times in new.items()})
+        found |= new
+    return tuple(
+        CallTime(call=key, forward_s=there, backward_s=back) for key, (there, back) in found.items()
+    )
+
+
+def _time(
+    mesh: Mesh, one: SplitCall, labels: Mapping[Value, str], device: torch.device
+) -> tuple[float, float]:
+    """Return the seconds of one call forward and backward on this rank."""
+    lowered = one.lowered(labels, ranks=mesh.size, rank=mesh.rank)
+    operation, node = lowered.operation, one.node
+    sources: list[Any] = []
+    for value, need in zip(lowered.operands, operation.needs, strict=True):
+        if value.held:
+            sources.append(None)
+        else:
+            sources.append(one.split if value is one.operand else need.home)
+    bound = operation.bind(mesh, sources, layer=node.name)
+    first = lowered.operands[0] if lowered.operands else None
+    if lowered.in_place is not None and bound.brings[0] is None and first is not None:
+        bound.local = lowered.in_place
+    has = dict(zip(node.values(), one.grads))
+    leaves = [
+        _drawn(value, need.cover if source is None else source, mesh.rank, device).requires_grad_(
+            value.origin == "parameter" or has.get(value, False)
+        )
+        for value, need, source in zip(lowered.operands, operation.needs, sources, strict=True)
+    ]
+    held = [value.held for value in lowered.operands]
+    mesh.agree("auto")
+    _once(bound, leaves, held, node.no_grad)  # which also tunes a convolution
+    count = _count(mesh, bound, leaves, held, node.no_grad)
+    forward, backward = [], []
+    for _ in range(BLOCKS):
+        there = back = 0.0
+        for _ in range(count):
+            once = _once(bound, leaves, held, node.no_grad)
+            there, back = there + once[0], back + once[1]
+        forward.append(there / count)
+        backward.append(back / count)
+    return min(forward), min(backward)
+
+
+def _count(mesh: Mesh, bound: Bound, leaves: list[Tensor], held: list[bool], no_grad: bool) -> int:
+    """Return how often to repeat a call in a block, the same on all ranks."""
+    seconds = sum(_once(bound, leaves, held, no_grad))
+    mean = mesh.total([seconds], layer="auto")[0] / mesh.size
+    return max(1, min(50, int(BLOCK_S / max(mean, 1e-6))))
+
+
+def _once(
+    bound: Bound, leaves: list[Tensor], held: list[bool], no_grad: bool
+) -> tuple[float, float]:
+    """Run a call forward and backward; returns the seconds of each."""
+    chain = Chain()
+    tracked = [leaf for leaf in leaves if leaf.requires_grad] if not no_grad else []
+    with torch.set_grad_enabled(bool(tracked)):
+        # what the model computes is no leaf, and may be written to
+        operands = [leaf if own else leaf.clone() for leaf, own in zip(leaves, held)]
+        if tracked:
+            chain.start(leaves[0].device)
+        start = time.perf_counter()
+        results = bound(*operands, chain=chain)
+        settle(leaves[0])
+        middle = time.perf_counter()
+    outs = [results] if isinstance(results, Tensor) else list(results)
+    outs = [out for out in outs if out.requires_grad]
+    if not outs:
+        return middle - start, 0.0
+    seeds = [out.detach() for out in outs]
+    begin = time.perf_counter()
+    torch.autograd.grad(outs, tracked, seeds, allow_unused=True)
+    settle(leaves[0])
+    return middle - start, time.perf_counter() - begin
+
+
+def _drawn(value: Value, where: Any, rank: int, device: torch.device) -> Tensor:
+    """Return something of the shape that a rank holds of a value."""
+    shape = where.local_shape(rank)
+    constant = value.constant
+    if constant is not None and tuple(constant.shape) == tuple(shape):
+        return constant.detach().clone().to(device)
+    if value.dtype.is_floating_point:
+        return torch.randn(shape, device=device).to(value.dtype)
+    return torch.zeros(shape, dtype=value.dtype, device=device)

@@ -1,0 +1,205 @@
+"""`plan="auto"`: measure once, search, and use what was found.
+
+Measurements are kept on disk, so that the next run of the same model on the same machine only
+searches. Rank 0 searches and tells the others.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tilewise.auto.calibrate import Measured, calibrate, machine_of
+from tilewise.auto.calls import time_calls, worth_measuring
+from tilewise.auto.tell import tell
+from tilewise.comm import Mesh
+from tilewise.errors import PlanError, TilewiseError
+from tilewise.graph.captured import Graph, as_tuple, capture
+from tilewise.graph.labels import labels
+from tilewise.graph.parallel import ParallelModel, PlanLike, as_plan
+from tilewise.ops.kept import folder, machine_name, store
+from tilewise.plan import Plan
+from tilewise.planner.cost import Setting
+from tilewise.planner.formulate import formulate
+from tilewise.planner.machine import Machine, MachineError, load_machine, local_path
+from tilewise.planner.search import Found, search
+
+AUTO = "auto"
+TIME_LIMIT = 20.0
+
+
+def parallelize(
+    model: nn.Module,
+    inputs: Any,
+    plan: PlanLike = "1",
+    *,
+    memory: str | int | None = None,
+    loss: Callable[..., Any] | None = None,
+    targets: Any = None,
+    mesh: Mesh | None = None,
+    seed: int = 0,
+    read_halos: bool = False,
+) -> ParallelModel:
+    """Split a model over the ranks of a mesh.
+
+    Args:
+        model: any nn.Module, with the same values on every rank; it is left as it is. One on the
+            meta device gets its values afterwards, by `ParallelModel.materialize`.
+        inputs: example inputs of the global shape, one tensor or a tuple; fake or meta ones do.
+        plan: degrees for all layers such as `n2 h2`, a dict of degrees by layer pattern, a Plan,
+            the path of a plan file, or `auto` for the fastest one that this machine's measurements
+            lead to; the first time, they take a minute or a few.
+        memory: bytes a rank that an `auto` plan may use, such as `16GiB`; what there is by default.
+        loss: a function of (output, *targets), for `ParallelModel.loss`.
+        targets: example targets of the loss, where their shape cannot be guessed.
+        mesh: the ranks that take part; all of torch.distributed's by default.
+        seed: of dropout and other random layers; the same seed draws the same under every plan.
+        read_halos: inputs come with the halo that their first layer needs, as
+            `ParallelModel.input_covers` says, instead of exchanging it: a loader reads it.
+    """
+    mesh = Mesh() if mesh is None else mesh
+    graph = capture(model, inputs, loss, targets=None if targets is None else as_tuple(targets))
+    chosen = read_plan(graph, plan, mesh, memory=memory, device=device_of(model))
+    return ParallelModel(model, graph, chosen, mesh, seed=seed, read_halos=read_halos)
+
+
+def read_plan(
+    graph: Graph,
+    plan: PlanLike,
+    mesh: Mesh,
+    *,
+    memory: str | int | None = None,
+    device: torch.device | None = None,
+) -> Plan:
+    """Read a plan in any of the forms that `parallelize` takes, `auto` among them."""
+    if plan != AUTO:
+        if memory is not None:
+            raise PlanError("plan: memory limits an 'auto' plan only; leave it out")
+        return as_plan(graph, plan)
+    if mesh.size == 1:
+        return Plan.uniform(graph, "1")
+    running = auto_search(graph, mesh, memory=memory, device=device)
+    while True:
+        try:
+            next(running)
+        except StopIteration as ended:
+            found: Found | None = ended.value
+            text = tell(mesh, None if found is None else found.plan.to_json())
+            return Plan.from_json(text)
+
+
+def auto_search(
+    graph: Graph,
+    mesh: Mesh,
+    *,
+    memory: str | int | None = None,
+    optimizer: str = "adam",
+    device: torch.device | None = None,
+) -> Generator[str, None, Found | None]:
+    """Measure what is not known yet and search; rank 0 gets what was found, the others None.
+
+    Yields what is being measured.
+    """
+    device = torch.device("cpu") if device is None else device
+    backend = dist.get_backend() if dist.is_initialized() else "gloo"
+    machine = yield from local_machine(mesh, backend)
+    dtype = _dtype(graph)
+    if dtype not in machine.compute:
+        # they only serve to leave out what is hopeless: the calls themselves are measured
+        rates = machine.compute["float32"]
+        machine = machine.model_copy(update={"compute": machine.compute | {dtype: rates}})
+    itemsize = getattr(torch, dtype).itemsize
+    setting = Setting(machine, mesh.size, dtype, itemsize, optimizer)
+    listed = worth_measuring(list(formulate(graph, setting, with_calls=True).calls.values()))
+    measuring = time_calls(mesh, listed, labels(graph.training), device, backend)
+    said = False
+    while True:
+        try:
+            done, total = next(measuring)
+            if not said and mesh.rank == 0:
+                print(f"tilewise: {measuring_text(total)}", file=sys.stderr, flush=True)
+            said = True
+        except StopIteration as ended:
+            times = ended.value
+            break
+        yield f"layers: {done} of {total}"
+    machine = machine.model_copy(update={"call_times": times})
+    found: Found | None = None
+    failed: str | None = None
+    if mesh.rank == 0:
+        try:
+            found = search(
+                graph, devices=mesh.size, machine=machine, memory=memory, optimizer=optimizer,
+                dtype=dtype, time_limit=TIME_LIMIT,
+            )  # fmt: skip
+        except TilewiseError as error:
+            failed = str(error)
+    told = tell(mesh, (failed or "") if mesh.rank == 0 else None)
+    if told:
+        raise PlanError(told)
+    return found
+
+
+def local_machine(mesh: Mesh, backend: str) -> Generator[str, None, Machine]:
+    """Return this machine's rates with so many ranks, measured if they are not known yet."""
+    path = local_path(mesh.size, backend)
+    known: str | None = None
+    if mesh.rank == 0:
+        known = ""
+        if path.is_file():
+            try:
+                machine = load_machine(path)
+                known = machine.to_json() if fits_here(machine) else ""
+            except MachineError:
+                known = ""
+    text = tell(mesh, known)
+    if text:
+        return Machine.from_json(text)
+    found = Measured()
+    for name, _ in calibrate(found, lambda function, *args: function(mesh, *args)):
+        yield name
+    machine = machine_of(found, mesh.size)
+    text = tell(mesh, machine.to_json() if mesh.rank == 0 else None)
+    if mesh.rank == 0:
+        keep(machine, mesh.size, backend)
+    return Machine.from_json(text)
+
+
+def measuring_text(count: int) -> str:
+    """Say what takes so long."""
+    return f"measuring {count} splits of layers for the plan; they are kept in {folder()}"
+
+
+def keep(machine: Machine, ranks: int, backend: str) -> None:
+    """Keep a machine for `local` and `auto`."""
+    store(local_path(ranks, backend), machine.model_dump(mode="json"))
+
+
+def fits_here(machine: Machine) -> bool:
+    """Whether a kept machine was measured on this kind of processor with this torch."""
+    said = machine.sources.get("all rates", "")
+    return machine_name() in said and torch.__version__ in said
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return where a model computes."""
+    first = next(model.parameters(), None)
+    if first is None or first.device.type == "meta":
+        return torch.device("cpu")
+    return first.device
+
+
+def _dtype(graph: Graph) -> str:
+    """Return the dtype that most parameters have."""
+    sizes: dict[str, int] = {}
+    for node in graph.training.nodes:
+        for value in node.values():
+            if value.origin == "parameter":
+                name = str(value.dtype).removeprefix("torch.")
+                sizes[name] = sizes.get(name, 0) + torch.Size(value.shape).numel()
+    return max(sizes, key=lambda name: sizes[name], default="float32")

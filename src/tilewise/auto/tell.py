@@ -1,0 +1,27 @@
+"""Small things that ranks tell each other as numbers."""
+
+from __future__ import annotations
+
+import torch
+
+from tilewise.comm import Exchange, Mesh
+from tilewise.layout import Axis, Layout
+
+
+def slowest(mesh: Mesh, numbers: list[float]) -> list[float]:
+    """Return the largest of each number over all ranks."""
+    mine = torch.tensor([numbers], dtype=torch.float64)
+    split = Layout((mesh.size, len(numbers)), [Axis(mesh.size, 0)])
+    whole = Layout.replicated((mesh.size, len(numbers)), ranks=mesh.size)
+    everyone = Exchange(mesh, split, whole, layer="times").start(mine).finish()
+    return [float(value) for value in everyone.max(0).values]
+
+
+def tell(mesh: Mesh, text: str | None) -> str:
+    """Return rank 0's text on every rank; the others bring None."""
+    mine = (text or "").encode()
+    (length,) = mesh.total([len(mine)], layer="tell")
+    if not length:
+        return ""
+    padded = mine or bytes(int(length))
+    return bytes(map(int, mesh.total(list(padded), layer="tell"))).decode()

@@ -1,0 +1,173 @@
+"""Run the plan that the planner finds beside others, and compare with what was predicted.
+
+All plans are measured in turn in every round, so that their ratios hold on a noisy machine.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tilewise.auto import auto_search
+from tilewise.auto.tell import slowest, tell
+from tilewise.bench.model import split_step
+from tilewise.comm import Mesh
+from tilewise.graph import Graph, ParallelModel, capture
+from tilewise.layout import Degrees
+from tilewise.plan import Plan
+from tilewise.planner.candidates import all_degrees
+from tilewise.planner.search import Found
+from tilewise.testing.verify import LOSSES, draw_targets
+
+LEAST = 10
+MIXES = 4
+STEPS = 3
+CHANGES = 0.15
+
+
+@dataclass
+class PlanRow:
+    """A plan: seconds of a step as predicted and as measured."""
+
+    plan: str
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        return abs(self.predicted_s - self.measured_s) / self.measured_s
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"error": self.error}
+
+
+@dataclass
+class PlanRows:
+    """All plans of a model, the found one first."""
+
+    rows: list[PlanRow]
+    layers: dict[str, str]
+
+    @property
+    def regret(self) -> float:
+        """How many times the fastest plan's time the found one takes."""
+        return self.rows[0].measured_s / min(row.measured_s for row in self.rows)
+
+    @property
+    def rank_correlation(self) -> float:
+        """Spearman's, of predicted and measured times."""
+        return spearman(
+            [row.predicted_s for row in self.rows], [row.measured_s for row in self.rows]
+        )
+
+    @property
+    def median_error(self) -> float:
+        return median(row.error for row in self.rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "rows": [row.as_dict() for row in self.rows],
+            "regret": self.regret,
+            "rank_correlation": self.rank_correlation,
+            "median_error": self.median_error,
+            "layers": self.layers,
+        }
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return the correlation of the ranks of two lists; equal numbers share their ranks."""
+
+    def ranks(numbers: Sequence[float]) -> Any:
+        found = np.asarray(numbers, np.float64)
+        return (found[:, None] > found).sum(1) + 0.5 * (found[:, None] == found).sum(1)
+
+    a, b = ranks(first), ranks(second)
+    a, b = a - a.mean(), b - b.mean()
+    scale = float(np.sqrt((a * a).sum() * (b * b).sum()))
+    return float((a * b).sum()) / scale if scale else 0.0
+
+
+def measure_plans(
+    mesh: Mesh, model: nn.Module, inputs: Sequence[Tensor], rounds: int
+) -> Generator[str, None, PlanRows]:
+    """Find the plan of a model, and measure it beside others; yields what is going on."""
+    torch.set_num_threads(1)
+    targets = draw_targets(model, inputs, "mse")
+    graph = capture(model, tuple(inputs), LOSSES["mse"], targets=targets)
+    found = yield from auto_search(graph, mesh, optimizer="momentum")
+    text = tell(mesh, None if found is None else json.dumps(_plans(found)))
+    plans = [(name, Plan.from_json(plan), seconds) for name, plan, seconds in json.loads(text)]
+    times: list[list[float]] = [[] for _ in plans]
+    for number in range(rounds + 1):  # the first one tunes convolutions, and is not counted
+        for (name, plan, _), seconds in zip(plans, times, strict=True):
+            yield f"round {number} of {rounds}: {name}"
+            seconds.append(_measured(mesh, model, graph, plan, inputs, targets))
+    rows = [
+        PlanRow(name, predicted, median(seconds[1:]))
+        for (name, _, predicted), seconds in zip(plans, times, strict=True)
+    ]
+    layers = {name: str(degrees) for name, degrees in plans[0][1].layers.items()}
+    return PlanRows(rows, layers)
+
+
+def _measured(
+    mesh: Mesh,
+    model: nn.Module,
+    graph: Graph,
+    plan: Plan,
+    inputs: Sequence[Tensor],
+    targets: tuple[Tensor, ...],
+) -> float:
+    """Return the seconds of a step on the slowest rank, after a first one."""
+    step = split_step(mesh, ParallelModel(model, graph, plan, mesh), inputs, targets)
+    step()
+    times = []
+    for _ in range(STEPS):
+        mesh.agree("bench")
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+    del step
+    gc.collect()
+    return slowest(mesh, [median(times)])[0]
+
+
+def _plans(found: Found) -> list[tuple[str, str, float]]:
+    """List the plan that was found, all uniform ones and some mixes, with predicted times."""
+    plans = {"auto": found.plan}
+    every = all_degrees(found.devices)
+    seen = {found.plan.to_json()}
+    for row in every[every.prod(1) == found.devices]:
+        degrees = Degrees(*map(int, row))
+        plan = found.formulation.plan(found.formulation.nearest(degrees))
+        if plan.to_json() not in seen:
+            seen.add(plan.to_json())
+            plans[str(degrees)] = plan
+    draw = random.Random(0)
+    for number in range(max(MIXES, LEAST + 1 - len(plans))):
+        plans[f"mix {number + 1}"] = _mix(found, draw)
+    return [(name, plan.to_json(), found.price(plan).step_seconds) for name, plan in plans.items()]
+
+
+def _mix(found: Found, draw: random.Random) -> Plan:
+    """Draw a plan whose degrees change now and then from one layer to the next."""
+    every = all_degrees(found.devices)
+    full = [Degrees(*map(int, row)) for row in every[every.prod(1) == found.devices]]
+    nearest = {str(degrees): found.formulation.nearest(degrees) for degrees in full}
+    now = draw.choice(full)
+    choice = []
+    for variable in range(len(found.formulation.names)):
+        if draw.random() < CHANGES:
+            now = draw.choice(full)
+        choice.append(nearest[str(now)][variable])
+    return found.formulation.plan(tuple(choice))

@@ -1,0 +1,62 @@
+"""`tilewise bench plans`: how good is the plan that the planner finds?"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Generator
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from tilewise.bench.plans import PlanRows, measure_plans
+from tilewise.cli.bench_options import Backend, Json, Rounds, in_ms, new_table
+from tilewise.cli.crew import Crew
+from tilewise.cli.naming import build_model, parse_shape
+from tilewise.comm import Mesh
+
+
+def plans(
+    model: Annotated[str, typer.Argument(help="package.module:callable, file.py:callable or name")],
+    input: Annotated[list[str], typer.Option(help="global shape, such as 2x3x64x64; repeats")],
+    ranks: Annotated[int, typer.Option(min=2, help="local ranks to start")] = 2,
+    arg: Annotated[list[str] | None, typer.Option(help="key=value for the model; repeats")] = None,
+    rounds: Rounds = 3,
+    backend: Backend = "gloo",
+    json_: Json = False,
+) -> None:
+    """Run the auto plan, all uniform ones and some mixes, and compare with the predictions."""
+    build_model(model, tuple(arg or ()), torch.float32, 0)
+    task = (model, tuple(arg or ()), tuple(map(parse_shape, input)), rounds)
+    with Crew(ranks, backend=backend, timeout=7200.0) as crew:
+        found: PlanRows = crew.run(run_plans, *task, title=f"plans of {model}")[0]
+        ranks = crew.size
+    if json_:
+        print(json.dumps({"model": model, "ranks": ranks} | found.as_dict()))
+        return
+    table = new_table(f"one training step of {model}, {ranks} ranks, milliseconds",
+                      "", "predicted", "measured", "error")  # fmt: skip
+    for row in sorted(found.rows, key=lambda row: row.measured_s):
+        table.add_row(row.plan, *in_ms(row.predicted_s, row.measured_s), f"{row.error:.0%}")
+    Console().print(
+        table,
+        f"regret {found.regret:.3f} (auto over the fastest), rank correlation "
+        f"{found.rank_correlation:.2f}, median error {found.median_error:.0%}",
+    )
+
+
+def run_plans(
+    mesh: Mesh,
+    name: str,
+    arguments: tuple[str, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    rounds: int,
+) -> Generator[str, None, PlanRows]:
+    """Build the model and its inputs on one rank and measure."""
+    warnings.simplefilter("ignore")
+    found = build_model(name, arguments, torch.float32, 0)
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
+    return (yield from measure_plans(mesh, found, inputs, rounds))

@@ -1,0 +1,183 @@
+"""`plan="auto"`: measured calls decide, all ranks agree, and nothing is measured twice."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import tilewise as tw
+from tilewise import Graph, Mesh, Plan, capture
+from tilewise.auto import calls as timing
+from tilewise.auto.plan import auto_search
+from tilewise.auto.tell import tell
+from tilewise.errors import PlanError
+from tilewise.ops.kept import machine_name
+from tilewise.planner.cost import Setting
+from tilewise.planner.formulate import formulate
+from tilewise.planner.machine import CallTime, Machine, MachineError, load_machine, local_path
+from tilewise.planner.solve import evaluate
+from tilewise.testing import ranks
+
+SHAPE = (4, 3, 9, 8)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+        nn.Dropout(0.1), nn.Conv2d(6, 8, 3, padding=1), nn.Flatten(), nn.Linear(8 * 4 * 4, 5),
+    )  # fmt: skip
+
+
+def here(devices: int) -> Machine:
+    """Return rates as if measured here, so that a test only measures calls."""
+    sources = {"all rates": f"{machine_name()} torch {torch.__version__}"}
+    update = {"name": "local", "sources": sources, "devices_per_node": devices}
+    return load_machine("lassen").model_copy(update=update)
+
+
+def split(mesh: Mesh, folder: str, memory: str | None) -> tuple[str, int, float]:
+    """Parallelize twice; returns the plan, calls measured the second time, and the loss' error."""
+    with mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}):
+        x, target = torch.randn(SHAPE), torch.randint(5, (4,))
+        options: dict[str, Any] = {"loss": F.cross_entropy, "mesh": mesh, "memory": memory}
+        tw.parallelize(net(), x, plan="auto", **options)
+        counted = mock.Mock(wraps=timing._time)
+        with mock.patch.object(timing, "_time", counted):
+            model = tw.parallelize(net(), x, plan="auto", **options)
+        model.eval()
+        plain = net().eval()
+        torch.manual_seed(1)
+        x, target = torch.randn(SHAPE), torch.randint(5, (4,))
+        loss = model.loss(*model.scatter(x, target))
+        error = abs(float(loss) - float(F.cross_entropy(plain(x), target)))
+        return model.plan.to_json(), counted.call_count, error
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    with mock.patch.dict(os.environ, {"TILEWISE_CACHE": str(tmp_path)}):
+        for devices in (2, 3):
+            local_path(devices).write_text(here(devices).to_json())
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_ranks_agree_and_measure_once(folder: str, devices: int) -> None:
+    found = ranks(devices, split, folder, None)
+    plans = {plan for plan, _, _ in found}
+    assert len(plans) == 1
+    assert set(json.loads(plans.pop())["layers"]) >= {"0", "3", "5", "7"}
+    assert all(count == 0 for _, count, _ in found)
+    assert all(error < 1e-5 for _, _, error in found)
+    with mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}):
+        assert load_machine("local", devices=devices).name == "local"
+        with pytest.raises(MachineError, match="tilewise calibrate --ranks 7"):
+            load_machine("local", devices=7)
+
+
+def refused(mesh: Mesh, folder: str) -> str:
+    with (
+        mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}),
+        pytest.raises(PlanError) as caught,
+    ):
+        tw.parallelize(net(), torch.randn(SHAPE), plan="auto", memory="1KB", mesh=mesh)
+    return str(caught.value)
+
+
+def test_too_little_memory_is_the_same_error_on_all_ranks(folder: str) -> None:
+    said = ranks(2, refused, folder)
+    assert len(set(said)) == 1
+    assert "too small" in said[0]
+
+
+def test_memory_is_for_auto_plans() -> None:
+    with pytest.raises(PlanError, match="memory limits an 'auto' plan only"):
+        tw.parallelize(net(), torch.randn(SHAPE), plan="1", memory="1GB")
+    one = tw.parallelize(net(), torch.randn(SHAPE), plan="auto")
+    assert all(degrees.product == 1 for degrees in one.plan.layers.values())
+
+
+def telling(mesh: Mesh) -> tuple[str, str]:
+    first = mesh.rank == 0
+    return tell(mesh, "größer" if first else None), tell(mesh, "" if first else None)
+
+
+def test_the_first_rank_tells_the_others() -> None:
+    assert ranks(3, telling) == [("größer", "")] * 3
+
+
+# -- what was measured, and the plan that follows --------------------------------------------------
+
+
+def graph() -> Graph:
+    return capture(net(), (torch.zeros(SHAPE),), F.cross_entropy)
+
+
+def test_measured_calls_take_the_place_of_the_model() -> None:
+    captured = graph()
+    setting = Setting(here(2), 2, "float32", 4, "adam")
+    listed = formulate(captured, setting, with_calls=True).calls
+    convolution = [one for one in listed.values() if one.node.name == "5"]
+    assert {str(one.split) for one in convolution} == {"1", "n2", "h2", "w2", "c2", "f2"}
+    times = tuple(
+        CallTime(call=one.key, forward_s=1.0, backward_s=3.0 if str(one.split) == "h2" else 4.0)
+        for one in convolution
+        if str(one.split) != "w2"
+    )
+    machine = setting.machine.model_copy(update={"call_times": times})
+    found = formulate(captured, Setting(machine, 2, "float32", 4, "adam"))
+    cost, plain = found.costs["5"], formulate(captured, setting).costs["5"]
+    forward, backward = cost.forward(1.0), cost.backward(1.0)
+    rows = {
+        str(found.choices.candidates[found.choices.owner["5"]].degrees(i)): i
+        for i in range(len(forward))
+    }
+    others = [row for text, row in rows.items() if text != "w2"]
+    assert np.allclose(forward[others], 1.0)
+    assert backward[rows["h2"]] == pytest.approx(3.0)
+    ratio = np.median(1.0 / plain.forward(1.0)[others])
+    assert forward[rows["w2"]] == pytest.approx(ratio * plain.forward(1.0)[rows["w2"]])
+    best = tw.search(captured, devices=2, machine=machine, time_limit=10.0)
+    assert str(best.plan.layers["5"]) == "h2"
+    assert best.step_seconds > 4.0
+    priced = evaluate(found.problem, found.choice(best.plan)).seconds
+    assert priced == pytest.approx(best.step_seconds)
+
+
+def test_sums_hide_as_far_as_the_machine_says() -> None:
+    captured = graph()
+    seconds = []
+    for share in (0.0, 0.5, 1.0):
+        machine = here(2).model_copy(update={"overlap_sums": share})
+        found = formulate(captured, Setting(machine, 2, "float32", 4, "adam"))
+        cost = evaluate(found.problem, found.choice(Plan.uniform(captured, "n2")))
+        seconds.append(cost.seconds)
+        assert cost.sync > 0
+    assert seconds[0] > seconds[1] > seconds[2] or seconds[1] == seconds[2]
+
+
+def measure_again(mesh: Mesh, folder: str) -> list[str]:
+    """Search with an unreadable machine file; returns what was measured."""
+    quick = mock.patch("tilewise.auto.calibrate.SECONDS", 0.001)
+    with mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}), quick:
+        return list(dict.fromkeys(text.split(":")[0] for text in auto_search(graph(), mesh)))
+
+
+def test_a_machine_is_measured_where_none_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "machine-2-gloo.json").write_text("{}")
+    said = ranks(2, measure_again, str(tmp_path))[0]
+    assert {"memory", "messages", "sums", "sums behind compute", "layers"} <= set(said)
+    with mock.patch.dict(os.environ, {"TILEWISE_CACHE": str(tmp_path)}):
+        kept = load_machine("local", devices=2)
+    assert kept.fit_errors
+    assert 0 <= kept.overlap_sums <= 1

@@ -1,0 +1,120 @@
+"""Split predictions equal one device's, in every format; an export is an ordinary state dict."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+import zarr
+from typer.testing import CliRunner
+
+from small_runs import Segmenter, make_set, recipe, trained
+from tilewise import Degrees, Layout, Mesh
+from tilewise.cli.app import app
+from tilewise.comm.pool import exhausted
+from tilewise.data.output import check_output, chunks, create_output, open_output
+from tilewise.errors import DataError
+from tilewise.testing import ranks
+from tilewise.train.payload import Payload
+from tilewise.train.predict import predict
+from tilewise.train.resume import checkpoint_in
+
+Saved = tuple[Path, Path, Segmenter]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Train a little and return the set, the run, and the plain model with the run's values."""
+    folder = tmp_path_factory.mktemp("predict")
+    data = make_set(folder / "set", segment=True)
+    trained(2, recipe(data, segment=True, plan="d2", train_epochs=1), folder / "run")
+    done = CliRunner().invoke(
+        app, ["export", str(folder / "run"), str(folder / "model.safetensors"), "--json"]
+    )
+    assert done.exit_code == 0, done.output
+    payload = Payload(folder / "model.safetensors")
+    model = Segmenter().double()
+    model.load_state_dict({name: payload.tensor(name).clone() for name in payload.entries})
+    assert json.loads(done.stdout)["tensors"] == len(payload.entries)
+    return data, folder / "run", model.eval()
+
+
+def run(mesh: Mesh, options: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = exhausted(predict(mesh, options), lambda done: None)
+    return found
+
+
+def read(path: Path) -> Any:
+    if path.suffix == ".npy":
+        return np.load(path)
+    if path.suffix == ".zarr":
+        group: Any = zarr.open_group(path, mode="r")
+        return group["y"][:]
+    with h5py.File(path, "r") as file:
+        return file["y"][:]
+
+
+@pytest.mark.parametrize(
+    ("count", "plan", "name", "batch"),
+    [
+        (2, "d2", "y.npy", 1),
+        (4, "h2 w2", "y.h5", 4),
+        (3, "w3", "y.zarr", 3),
+        (4, "n2 d2", "z.h5", 3),
+        (4, "d2 f2", "z.npy", 2),
+    ],
+)
+def test_predictions_equal_one_device(
+    count: int, plan: str, name: str, batch: int, saved: Saved, tmp_path: Path
+) -> None:
+    data, folder, model = saved
+    with torch.no_grad():
+        expected = model(torch.from_numpy(np.load(data / "x.npy")).double())
+    options: dict[str, Any] = {
+        "checkpoint": str(checkpoint_in(folder)), "data": str(data), "plan": plan, "batch": batch,
+    }  # fmt: skip
+    ranks(count, run, {**options, "out": str(tmp_path / name)})
+    np.testing.assert_allclose(read(tmp_path / name), expected.numpy(), rtol=1e-9, atol=1e-12)
+    classes = tmp_path / f"classes-{name}"
+    ranks(count, run, {**options, "out": str(classes), "classes": True})
+    assert read(classes).dtype == np.uint8
+    np.testing.assert_array_equal(read(classes), expected.argmax(1).numpy())
+
+
+@pytest.mark.parametrize("suffix", [".h5", ".npy", ".zarr"])
+@pytest.mark.parametrize("degrees", ["n2 d2", "h3", "w5", "d2 h2 w2", "1"])
+def test_slabs_fill_a_file_in_any_order(suffix: str, degrees: str, tmp_path: Path) -> None:
+    whole = np.arange(3 * 2 * 4 * 6 * 5, dtype="float32").reshape(3, 2, 4, 6, 5)
+    layout = Layout.of(whole.shape, "n.dhw", degrees, ranks=Degrees.parse(degrees).product)
+    path = tmp_path / f"out{suffix}"
+    check_output(path)
+    create_output(path, layout, 3, "float32")
+    for rank in reversed(range(layout.ranks)):
+        slab = layout.slab(rank)
+        open_output(path).write([part.start for part in slab], whole[slab])
+    np.testing.assert_array_equal(read(path), whole)
+    with pytest.raises(DataError, match="exists already"):
+        check_output(path)
+    for dim, size in enumerate(chunks(layout), start=1):
+        starts = {layout.intervals(rank)[dim][0] for rank in range(layout.ranks)}
+        assert all(start % size == 0 for start in starts)
+
+
+def test_an_export_in_torchs_format_and_names_that_will_not_do(
+    saved: Saved, tmp_path: Path
+) -> None:
+    _, folder, model = saved
+    runner = CliRunner()
+    out = tmp_path / "model.pt"
+    assert runner.invoke(app, ["export", str(folder), str(out)]).exit_code == 0
+    state = torch.load(out, weights_only=True)
+    assert set(state) == set(model.state_dict())
+    again = runner.invoke(app, ["export", str(folder), str(out)])
+    assert "exists already" in str(again.exception)
+    other = runner.invoke(app, ["export", str(folder), str(tmp_path / "model.onnx")])
+    assert "must end in .safetensors or .pt" in str(other.exception)
