@@ -8,6 +8,7 @@ starts at once and ends in that turn, so that it travels behind whatever runs in
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,8 +87,8 @@ class Step:
 class Steps:
     """Build the steps of a program; all ranks do so together.
 
-    `slots` numbers the places in memory, `uses` lists how parameters are read, and `fresh` those
-    of them whose gradients are new tensors that nothing else shares.
+    `slots` numbers the places in memory, `uses` lists how parameters are read, and `fresh` names
+    the parameters whose gradients are new tensors that nothing else shares.
     """
 
     def __init__(self, planned: Planned, plan: Plan, mesh: Mesh, held: Held) -> None:
@@ -95,7 +96,6 @@ class Steps:
         program = planned.program
         self.steps: list[Step] = []
         self.uses: list[Use] = []
-        weights: set[Use] = set()
         self.slots: dict[Any, int] = {}
         self.early: dict[int, list[Step]] = {}
         self.makers = program.producers()
@@ -104,12 +104,8 @@ class Steps:
         sharing = shared_needs(planned)
         kept = _kept(planned, plan)
         for node, lowered in zip(program.nodes, planned.lowered):
-            first = len(self.uses)
             self._add(node, lowered, sharing, plan.recomputes(node.name), kept)
-            if node.kind.startswith("conv") or node.kind == "linear":
-                weights.update(self.uses[first:])
-        often = Counter(name for name, _ in self.uses)
-        self.fresh = {use for use in weights if often[use[0]] == 1}
+        self.fresh = fresh_gradients(program.nodes)
         self.output_slots = self._outputs(plan)
         self.steps = self._in_order()
         self._free()
@@ -268,6 +264,23 @@ class Steps:
         for slot, step in last.items():
             if slot not in self.output_slots:
                 step.frees.append(slot)
+
+
+def fresh_gradients(nodes: Iterable[Node]) -> set[str]:
+    """Name the parameters that one convolution or linear layer reads, and nothing else.
+
+    Their gradients are new tensors, and nobody else holds them.
+    """
+    readers: dict[str, list[Node]] = {}
+    for node in nodes:
+        for value in node.values():
+            if value.origin == "parameter":
+                readers.setdefault(str(value.source), []).append(node)
+    return {
+        name
+        for name, (first, *others) in readers.items()
+        if not others and (first.kind.startswith("conv") or first.kind == "linear")
+    }
 
 
 def moves(source: Layout, target: Cover) -> bool:

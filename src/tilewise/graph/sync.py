@@ -61,7 +61,7 @@ class GradSync:
         mesh: Mesh,
         shares: Shares,
         uses: Sequence[Use],
-        fresh: Container[Use],
+        fresh: Container[str],
         parameters: dict[str, Tensor],
     ) -> None:
         self.mesh, self.shares, self.reach = mesh, shares, Reach()
@@ -82,7 +82,7 @@ class GradSync:
             size = tensor.numel() * tensor.element_size()
             bucket.names.append(name)
             bucket.bytes += size
-            if use in fresh and size >= ALONE_BYTES:
+            if name in fresh and size >= ALONE_BYTES:
                 bucket.alone.add(name)
 
 
