@@ -18,7 +18,7 @@ def test_every_figure_is_written(sources: list[Path], tmp_path: Path) -> None:
     folder, page = tmp_path / "figures", tmp_path / "report.html"
     assert run("report", *map(str, sources), "-o", str(page), "--figures", str(folder)) == 0
     charts = Contents([read_source(path) for path in sources]).charts
-    names = {chart.id for chart in charts} | {"network-cube"}
+    names = {chart.id for chart in charts} | {"network-cube", "slab-cube"}
     assert {path.name for path in folder.iterdir()} == {
         f"{name}.{ending}" for name in names for ending in ("png", "svg")
     }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tilewise.report.charts import Chart
 from tilewise.report.errors import ReportError
 from tilewise.report.page import Contents
+from tilewise.report.slab_figure import draw_slab, slab_layer
 from tilewise.report.sources import Source
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ KINDS = {
     "halo": "#0b9488", "exchange": "#d9730d", "sync": "#9c36b5", "chosen": "#2b3fa8",
     "fits": "#8792b8", "too large": "#c92a2a", "own share": "#4c6ef5",
     "what splitting adds": "#d9730d", "one device": "#8792b8", "split": "#4c6ef5",
-    "input": "#0b9488",
+    "input": "#86a80f",
 }  # fmt: skip
 PALETTE = ("#2f6fde", "#d9730d", "#0b7a75", "#b8338a", "#6741d9", "#5c7c0f", "#c92a2a", "#495057")
 UNITS = {"s": 1e-3, "bytes": 2.0**20}
@@ -31,7 +32,7 @@ UNIT_NAMES = {"s": "ms", "bytes": "MiB"}
 
 
 def save_figures(sources: Sequence[Source], folder: Path) -> list[str]:
-    """Write every chart and every network as PNG and SVG; returns the files' stems."""
+    """Write charts, networks and a slab of each as PNG and SVG; returns the files' stems."""
     try:
         import matplotlib as mpl
     except ImportError as error:
@@ -49,6 +50,9 @@ def save_figures(sources: Sequence[Source], folder: Path) -> list[str]:
             if view["known"]["graph"]:
                 name = f"network-{_stem(view['label'])}"
                 names.append(_save(_network_figure(view), folder, name))
+                if (layer := slab_layer(view["layers"])) is not None:
+                    name = f"slab-{_stem(view['label'])}"
+                    names.append(_save(_slab_figure(layer), folder, name))
     return names
 
 
@@ -177,6 +181,13 @@ def _network_figure(view: Mapping[str, Any]) -> Figure:
     for letter, colour in LETTERS.items():
         axes.plot([], [], "s", color=colour, label=letter)
     axes.legend(ncols=6, fontsize=7, frameon=False, loc="lower left", bbox_to_anchor=(0, -0.25))
+    return figure
+
+
+def _slab_figure(layer: Mapping[str, Any]) -> Figure:
+    figure, axes = _new(3.4, 3.4)
+    text = draw_slab(axes, layer)
+    axes.set_title(f"{layer['name']} reads, with its halo\n{text}", fontsize=8)
     return figure
 
 

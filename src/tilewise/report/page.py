@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from importlib import metadata, resources
+from math import isfinite
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
@@ -22,16 +23,17 @@ from tilewise.report.sources import Source, unique_labels
 
 SCRIPTS = ("format.js", "charts.js", "slabs.js", "network.js", "layer.js", "compare.js", "page.js")
 SECTIONS = {
-    "network": "Network",
-    "compare": "Compare two plans",
-    "plans": "Against what people use",
-    "frontier": "Time against memory",
-    "scaling": "Scaling",
-    "timeline": "Timeline of a step",
-    "memory": "Memory over a step",
-    "loss": "Training",
-    "benches": "Benches",
+    "network": ("Network", "Network"),
+    "compare": ("Compare", "Compare two plans"),
+    "plans": ("Baselines", "Against what people use"),
+    "frontier": ("Frontier", "Time against memory"),
+    "scaling": ("Scaling", "Strong and weak scaling"),
+    "timeline": ("Timeline", "Timeline of a step"),
+    "memory": ("Memory", "Memory over a step"),
+    "loss": ("Training", "Training"),
+    "benches": ("Benches", "Benches"),
 }
+"""Each section's name in the navigation, and its title."""
 
 
 class Contents:
@@ -87,13 +89,13 @@ class Contents:
         return found
 
     @property
-    def sections(self) -> dict[str, str]:
+    def sections(self) -> dict[str, tuple[str, str]]:
         """The sections that have something to show."""
         groups = {chart.group for chart in self.charts}
         shown = groups | ({"network"} if self.plans else set())
         shown |= {"compare"} if len(self.plans) > 1 else set()
         shown |= {"loss"} if self.runs else set()
-        return {name: title for name, title in SECTIONS.items() if name in shown}
+        return {name: texts for name, texts in SECTIONS.items() if name in shown}
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -125,9 +127,20 @@ def _asset(name: str) -> str:
     return resources.files("tilewise.report").joinpath("assets", name).read_text("utf-8")
 
 
+def _finite(data: Any) -> Any:
+    """Return the data with nothing in place of numbers that JSON does not have."""
+    if isinstance(data, float):
+        return data if isfinite(data) else None
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(value) for value in data]
+    return data
+
+
 def _embedded(data: Any) -> str:
     """Return JSON that may stand inside a script element whatever its strings hold."""
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(_finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
     return text

@@ -14,11 +14,15 @@ BASELINES = {
     "owt": "linear layers split",
     "uniform": "best uniform",
 }
+MOST_LAYERS = 12
 STREAMS = ("compute", "messages", "gradient sums")
 
 
 def plan_charts(views: Sequence[Mapping[str, Any]]) -> Iterator[Chart]:
     """Yield the charts of all plans; a frontier for those of one network together."""
+    for view in views:
+        if view["known"]["costs"]:
+            yield _dearest(view)
     for view in views:
         if view.get("baselines"):
             yield _baselines(view)
@@ -27,6 +31,31 @@ def plan_charts(views: Sequence[Mapping[str, Any]]) -> Iterator[Chart]:
         if view.get("step"):
             yield _timeline(view)
             yield _memory(view)
+
+
+def _dearest(view: Mapping[str, Any]) -> Chart:
+    """Show the layers that take the most time, by kind."""
+    kinds = ("compute", "halo", "exchange")
+    rows = sorted(view["layers"], key=lambda row: -sum(row[f"{kind}_s"] for kind in kinds))
+    bars = []
+    for row in rows[:MOST_LAYERS]:
+        now = 0.0
+        for kind in kinds:
+            seconds = row[f"{kind}_s"]
+            if seconds > 0:
+                lane, note = f"{row['name']}", f"{kind}, {row['degrees']}"
+                bars.append(Bar(lane, now, now + seconds, kind, row["name"], note))
+            now += seconds
+    return Chart(
+        f"layers-{slug(view['label'])}",
+        f"{view['label']}: the layers that take most of a step",
+        "network",
+        subject=view["label"],
+        kind="bars",
+        x_label="forward, backward and optimizer",
+        x_unit="s",
+        bars=bars,
+    )
 
 
 def _baselines(view: Mapping[str, Any]) -> Chart:

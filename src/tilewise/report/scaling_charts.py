@@ -33,7 +33,7 @@ def scaling_charts(found: Sequence[tuple[str, str, Mapping[str, Any]]]) -> Itera
             y_unit="x",
             log_x=True,
             log_y=True,
-            series=[ideal, *series],
+            series=[*series, ideal],
             notes=["Published points are relative to the first device count of their own curve."]
             if cited else [],
             sources=cited,

@@ -19,6 +19,9 @@ from tilewise.planner.solve.restrict import restrict
 from tilewise.planner.solve.solver import ENTRIES, Solution, Solver
 from tilewise.planner.solve.weights import Weights
 
+MORE_ENTRIES = 1 << 18
+"""How many moves of one tensor to know where all candidates of all variables are bounded."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prices:
@@ -111,7 +114,7 @@ def ranges(
     """
     problem = know(problem)
     whole, weights = _solved(problem, cap, time_limit, (choice,))
-    bounds = _bounds(problem, cap, weights, 4.0 * whole.seconds)
+    bounds = _bounds(problem, cap, weights, 4.0 * whole.seconds, entries=MORE_ENTRIES)
     found = []
     for bound, (seconds, peak) in zip(bounds, Descent(problem, cap).alone(choice), strict=True):
         if cap is not None:
@@ -170,9 +173,11 @@ def _solved(
     raise InfeasibleError(cap, least, holders(problem, least.choice))
 
 
-def _bounds(problem: Problem, cap: int | None, weights: Weights, penalty: float) -> list[Floats]:
+def _bounds(
+    problem: Problem, cap: int | None, weights: Weights, penalty: float, entries: int = ENTRIES
+) -> list[Floats]:
     """Bound the time with each candidate of each variable from below."""
-    live = Live(problem, ENTRIES)
+    live = Live(problem, entries)
     relaxation = Relaxation(live, weights, penalty)
     for _ in range(4):
         relaxation.sweep()

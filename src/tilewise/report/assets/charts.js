@@ -4,14 +4,14 @@ const KIND_COLOURS = {
   optimizer: "--kind-optimizer", halo: "--kind-halo", exchange: "--kind-exchange",
   sync: "--kind-sync", chosen: "--accent", fits: "--kind-optimizer", "too large": "--bad",
   "own share": "--kind-compute", "what splitting adds": "--kind-exchange",
-  "one device": "--kind-optimizer", split: "--kind-compute", input: "--kind-halo",
+  "one device": "--kind-optimizer", split: "--kind-compute", input: "--dim-w",
 };
 const colourOf = (kind) => `var(${KIND_COLOURS[kind] || "--dim-none"})`;
 const seriesColour = (index) => `var(--series-${index % 8})`;
 
 function drawChart(chart, onLayer) {
   const place = el("div", { class: chart.kind === "timeline" ? "scroll" : null });
-  const figure = el("figure", { class: `figure${chart.kind === "timeline" ? " wide" : ""}`, id: `chart-${chart.id}` },
+  const figure = el("figure", { class: `figure${chart.kind === "timeline" ? " wide" : ""}`, id: `chart-${chart.id}`, "data-subject": chart.subject },
     el("figcaption", {}, chart.title), place);
   const draw = { lines: drawLines, bars: drawBars, timeline: drawTimeline }[chart.kind];
   let width = 0;
@@ -146,8 +146,12 @@ function drawLines(chart, width) {
   }
   let colour = 0;
   const spots = [], taken = [], free = labelPlacer(taken, left, right, top);
+  const curves = chart.series.filter((one) => one.look === "line").length;
+  let drawn = 0;
   for (const one of chart.series) {
     const points = one.points.map((p) => [x(p[0]), y(p[1])]);
+    /* Earlier curves are wider, so that those that lie on each other can all be seen. */
+    const thick = one.look === "line" ? 2 + Math.min(1.8 * (curves - ++drawn), 7) : 2;
     const ink = one.look === "ideal" ? "var(--soft)" : seriesColour(colour++);
     if (one.look !== "points") {
       let path = "";
@@ -158,6 +162,7 @@ function drawLines(chart, width) {
       plot.append(svg("path", {
         d: path, class: one.look === "ideal" ? "ideal" : "line", stroke: ink,
         "stroke-dasharray": one.look === "published" ? "2 4" : null,
+        style: one.look === "line" ? `stroke-width: ${thick}px` : null,
       }));
     }
     points.forEach(([px, py], index) => {
@@ -213,7 +218,7 @@ function summary(chart, fx, fy) {
   }).join("; ");
 }
 
-function drawBars(chart, width) {
+function drawBars(chart, width, onLayer) {
   const lanes = [...new Set(chart.bars.map((bar) => bar.lane))];
   const longest = Math.max(...lanes.map((lane) => lane.length));
   const left = Math.min(Math.max(90, longest * 6.9 + 12), width * 0.45), right = width - 84, pitch = 30;
@@ -226,7 +231,7 @@ function drawBars(chart, width) {
   lanes.forEach((lane, index) => {
     const y = 4 + index * pitch;
     const some = chart.bars.filter((bar) => bar.lane === lane);
-    const short = lane.length > room ? `${lane.slice(0, room - 1)}…` : lane;
+    const short = lane.length > room ? `…${lane.slice(1 - room)}` : lane;
     plot.append(svg("text", { x: left - 8, y: y + 18, "text-anchor": "end" }, short));
     for (const bar of some) {
       const x = left + (right - left) * bar.start / most;
@@ -234,7 +239,8 @@ function drawBars(chart, width) {
       plot.append(svg("rect", {
         x, y: y + 3, width: size, height: 21, rx: 3, fill: colourOf(bar.kind),
         onpointermove: (event) => showTip(event, `${lane}\n${fx(bar.end)}${bar.note ? `, ${bar.note}` : ""}`),
-        onpointerleave: hideTip,
+        onpointerleave: hideTip, onclick: bar.layer ? () => onLayer(bar.layer) : null,
+        style: bar.layer ? "cursor: pointer" : null,
       }));
     }
     const end = Math.max(...some.map((bar) => bar.end));

@@ -99,7 +99,7 @@ class LayerPanel {
       rows.push(["forward, all kinds", seconds(forward), "", "", ...simulated.flatMap(() => ["", ""]),
         ...measured.map((one) => `${seconds(one.layers[layer.name])} (${digits(one.layers[layer.name] / forward)}×)`)]);
     }
-    const found = [el("h3", {}, simulated.length + measured.length ? "Costs in a step, predicted and measured" : "Costs in a step"), bar,
+    const found = [el("h3", {}, measured.length ? "Costs in a step, predicted and measured" : simulated.length ? "Costs in a step, predicted and simulated" : "Costs in a step"), bar,
       table(heads, rows, `Costs of ${layer.name}`)];
     const share = view.step_seconds ? ` · ${digits(100 * (layerSeconds(layer) || 0) / view.step_seconds, 2)} % of the step` : "";
     found.push(el("p", { class: "note" }, `All ranks send ${bytes(layer.bytes)} for it${share}. Compute includes the optimizer; gradient sums hide behind backward.`));

@@ -1,5 +1,5 @@
 /* The network as a graph, and as a strip; both show the same layers and the same colours. */
-const NODE = { width: 172, tall: 42, low: 26, gap: 14, lane: 204, gutter: 13 };
+const NODE = { width: 198, tall: 42, low: 26, gap: 14, lane: 226, gutter: 13 };
 
 const cutLetters = (text) => Object.entries(degrees(text)).sort((a, b) => LETTERS.indexOf(a[0]) - LETTERS.indexOf(b[0]));
 
@@ -112,7 +112,7 @@ class Network {
     group.append(svg("rect", { class: "box", width: NODE.width, height, rx: 7 }));
     group.append(this.tint(name, NODE.width, height));
     const more = this.members.get(name).length - 1;
-    const room = 25;
+    const room = 24;
     const short = name.length > room ? `…${name.slice(1 - room)}` : name;
     if (small && this.unfold) {
       group.append(svg("text", { x: 9, y: 17 }, name.length > 17 ? `…${name.slice(-16)}` : name), svg("text", { class: "small", x: NODE.width - 8, y: 17, "text-anchor": "end" }, layer.kind.slice(0, 10)));

@@ -30,7 +30,7 @@ function cards() {
   for (const view of DATA.plans) {
     if (view.origin !== "plan") continue;
     const facts = [view.model, (view.inputs || []).map(extents).join(", "), view.dtype, view.optimizer].filter(Boolean).join(" · ");
-    const proof = view.optimal === undefined ? null : view.optimal ? el("span", { class: "good" }, "✓ proven best of all candidates") : `at most ${digits(100 * view.gap, 2)} % from the best`;
+    const proof = view.optimal === undefined ? null : view.optimal ? el("span", { class: "good" }, "✓ proven best of all candidates") : view.gap === undefined || view.gap === null ? "not proven best: the search ran out of time" : `at most ${digits(100 * view.gap, 2)} % from the best`;
     const splits = view.splits.slice(0, 4).map(([text, number]) => `${text === "1" ? "not split" : text} (${number})`).join(", ");
     place.append(el("article", { class: "card" }, el("h3", {}, view.label, " ", el("span", { class: "kind" }, "plan")), el("p", { class: "soft" }, facts),
       big([[view.step_seconds ? seconds(view.step_seconds) : null, "a step"], [view.peak_bytes ? bytes(view.peak_bytes) : null, "fullest device"], [view.devices, view.machine ? `devices of ${view.machine}` : "devices"]]),
@@ -75,6 +75,12 @@ function networkSection(compareWith) {
     const kept = plans[index].layers.some((layer) => layer.name === network.chosen);
     const slowest = plans[index].layers.reduce((a, b) => (layerSeconds(b) || 0) > (layerSeconds(a) || 0) ? b : a);
     choose(kept ? network.chosen : slowest.name, index);
+    ownCharts();
+  };
+  const ownCharts = () => {
+    for (const figure of document.querySelectorAll("#network .figure")) {
+      figure.hidden = figure.dataset.subject !== plans[current].label;
+    }
   };
   chooser.addEventListener("change", () => show(Number(chooser.value)));
   byId("paint").addEventListener("change", (event) => {
@@ -89,7 +95,7 @@ function networkSection(compareWith) {
     byId("graph").parentElement.scrollIntoView({ block: "nearest" });
   });
   return {
-    show, choose,
+    show, choose, ownCharts,
     refresh: () => { if (network.view && network.paint === "change") network.setPaint("change", compareWith(current)); },
   };
 }
@@ -169,4 +175,5 @@ for (const place of document.querySelectorAll(".charts")) {
     }
   }
 }
+if (section) section.ownCharts();
 document.documentElement.dataset.ready = "yes";
