@@ -21,6 +21,8 @@ from tilewise.auto import calls as timing
 from tilewise.auto.plan import auto_search
 from tilewise.auto.tell import tell
 from tilewise.errors import PlanError
+from tilewise.ops.kept import load
+from tilewise.planner.calls import SplitCall
 from tilewise.planner.cost import Setting
 from tilewise.planner.formulate import formulate
 from tilewise.planner.machine import CallTime, MachineError, load_machine
@@ -172,3 +174,27 @@ def test_a_machine_is_measured_where_none_is_kept(tmp_path: Path) -> None:
         kept = load_machine("local", devices=2)
     assert kept.fit_errors
     assert 0 <= kept.overlap_sums <= 1
+
+
+def with_a_refusal(mesh: Mesh, folder: str) -> list[str]:
+    """Search where one kind of call cannot be measured; returns the kinds that were kept."""
+    real = timing._time
+
+    def picky(mesh: Mesh, one: SplitCall, *rest: Any) -> tuple[float, float]:
+        if one.node.kind == "max_pool2d":
+            raise ValueError("not with these numbers")
+        return real(mesh, one, *rest)
+
+    with (
+        mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}),
+        mock.patch.object(timing, "_time", picky),
+    ):
+        for _ in auto_search(graph(), mesh):
+            pass
+        return [key.split(" cpu ")[1].split()[0] for key in load(timing.cache_file(mesh, "gloo"))]
+
+
+def test_calls_that_cannot_be_measured_are_priced_by_the_model(folder: str) -> None:
+    for kinds in ranks(2, with_a_refusal, folder):
+        assert "conv2d" in kinds
+        assert "max_pool2d" not in kinds

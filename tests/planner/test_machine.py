@@ -25,7 +25,7 @@ def test_presets_load_and_name_the_source_of_every_number(name: str) -> None:
     for key in (
         "devices_per_node", "memory_bytes", "memory_bandwidth_bytes_per_s", "memory_by_bytes",
         "call_s", "peak_flops_per_s", "node", "network", "all_reduce", "overlap_halo",
-        "by_flops", "concurrent_messages", "reserved_bytes",
+        "by_flops", "concurrent_messages", "reserved_bytes", "overlap_sums",
     ):  # fmt: skip
         assert key in said, key
     assert Machine.from_json(machine.to_json()) == machine

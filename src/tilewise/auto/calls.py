@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Mapping, Sequence
+from math import inf, isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from tilewise.auto.tell import slowest
 from tilewise.comm import Chain, Mesh
+from tilewise.errors import CommError, MismatchError
 from tilewise.graph.graph import Value
 from tilewise.ops.kept import folder, load, machine_name, store
 from tilewise.ops.operation import Bound
@@ -66,19 +68,32 @@ def time_calls(
     for begin in range(0, len(missing), AT_ONCE):
         times: list[float] = []
         for number, one in enumerate(missing[begin : begin + AT_ONCE], start=begin):
-            there, back = _time(mesh, one, labels, device)
+            there, back = _tried(mesh, one, labels, device)
             times += there, max(back - nothing, 0.1 * back)
             yield number + 1, len(missing)
         longest = slowest(mesh, times)
         new = {
             one.key: longest[2 * i : 2 * i + 2]
             for i, one in enumerate(missing[begin : begin + AT_ONCE])
+            if isfinite(longest[2 * i])
         }
         store(path, {f"{head} {key}": times for key, times in new.items()})
         found |= new
     return tuple(
         CallTime(call=key, forward_s=there, backward_s=back) for key, (there, back) in found.items()
     )
+
+
+def _tried(
+    mesh: Mesh, one: SplitCall, labels: Mapping[Value, str], device: torch.device
+) -> tuple[float, float]:
+    """Time a call; infinite where it refuses what is drawn for it, which all ranks see alike."""
+    try:
+        return _time(mesh, one, labels, device)
+    except (CommError, MismatchError):
+        raise
+    except (RuntimeError, ValueError, IndexError):
+        return inf, inf
 
 
 def _time(

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch.nn.functional import mse_loss
 
+from tilewise.auto import parallelize
 from tilewise.auto.tell import slowest
 from tilewise.bench.io import PREFETCH, IoCase, evict
 from tilewise.bench.timing import spread
 from tilewise.comm import Mesh
 from tilewise.data.loading import Loader
 from tilewise.data.transform import Log1p
-from tilewise.graph import parallelize
 from tilewise.models import cosmoflow
 
 EDGE = 64

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tilewise.auto import parallelize
 from tilewise.auto.tell import slowest
 from tilewise.bench.timing import spread
 from tilewise.comm import Mesh
-from tilewise.graph import ParallelModel, parallelize
+from tilewise.graph import ParallelModel
 from tilewise.layout import Degrees
 from tilewise.ops.conv_run import ConvRun
 from tilewise.ops.operation import Bound

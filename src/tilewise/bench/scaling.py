@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from tilewise.auto import parallelize
 from tilewise.auto.tell import slowest
 from tilewise.bench.layers import LayerCase, measure
 from tilewise.bench.model import split_loss, timed
 from tilewise.comm import Mesh
-from tilewise.graph import parallelize
 from tilewise.testing.verify import LOSSES, draw_targets
 
 DIMS = {"n": 0, "c": 1}

@@ -17,6 +17,7 @@ from tilewise.auto.plan import keep
 from tilewise.cli.bench_options import Backend
 from tilewise.cli.crew import Crew
 from tilewise.cli.naming import InputError
+from tilewise.comm.launch import engine
 from tilewise.planner.machine import LOCAL, Machine, local_path
 
 
@@ -43,8 +44,8 @@ def calibrate(
                 progress.update(task, description=name, total=total, completed=number)
         progress.update(task, description="done", completed=progress.tasks[0].total)
     machine = machine_of(found, ranks, name=LOCAL if output is None else output.stem)
-    keep(machine, ranks, backend)
-    written = local_path(ranks, backend) if output is None else output
+    keep(machine, ranks, engine(backend))
+    written = local_path(ranks, engine(backend)) if output is None else output
     if output is not None:
         output.write_text(machine.to_json(), encoding="utf-8")
     if json_:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from tilewise.comm import Mesh
 from tilewise.errors import PlanError
 from tilewise.graph import optimizers, state
 from tilewise.graph.at import At
-from tilewise.graph.captured import Graph, as_tuple, capture
+from tilewise.graph.captured import Graph
 from tilewise.graph.executable import Watch
 from tilewise.graph.held import Held, at_rest, digest
 from tilewise.graph.lower import plan_program
@@ -29,40 +29,8 @@ from tilewise.plan import Plan
 PlanLike = str | Mapping[str, str] | Plan | Path
 
 
-def parallelize(
-    model: nn.Module,
-    inputs: Any,
-    plan: PlanLike = "1",
-    *,
-    loss: Callable[..., Any] | None = None,
-    targets: Any = None,
-    mesh: Mesh | None = None,
-    seed: int = 0,
-    read_halos: bool = False,
-) -> ParallelModel:
-    """Split a model over the ranks of a mesh.
-
-    Args:
-        model: any nn.Module, with the same values on every rank; it is left as it is. One on the
-            meta device gets its values afterwards, by `ParallelModel.materialize`.
-        inputs: example inputs of the global shape, one tensor or a tuple; fake or meta ones do.
-        plan: degrees for all layers such as `n2 h2`, a dict of degrees by layer pattern, a Plan,
-            or the path of a plan file.
-        loss: a function of (output, *targets), for `ParallelModel.loss`.
-        targets: example targets of the loss, where their shape cannot be guessed.
-        mesh: the ranks that take part; all of torch.distributed's by default.
-        seed: of dropout and other random layers; the same seed draws the same under every plan.
-        read_halos: inputs come with the halo that their first layer needs, as
-            `ParallelModel.input_covers` says, instead of exchanging it: a loader reads it.
-    """
-    mesh = Mesh() if mesh is None else mesh
-    graph = capture(model, inputs, loss, targets=None if targets is None else as_tuple(targets))
-    chosen = as_plan(graph, plan)
-    return ParallelModel(model, graph, chosen, mesh, seed=seed, read_halos=read_halos)
-
-
 def as_plan(graph: Graph, plan: PlanLike) -> Plan:
-    """Read a plan in any of the forms that `parallelize` takes."""
+    """Read degrees for all layers, degrees by layer pattern, or a plan file."""
     if isinstance(plan, Plan):
         return plan
     if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json")):

@@ -225,6 +225,12 @@ def local_path(ranks: int, backend: str = "gloo") -> Path:
     return folder() / f"machine-{ranks}-{backend}.json"
 
 
+def _newest_local(ranks: int) -> Path | None:
+    """Return the rates with so many ranks that were measured last, over whatever backend."""
+    found = folder().glob(local_path(ranks, "*").name)
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
 def load_machine(machine: str | Path | Machine, *, devices: int = 2) -> Machine:
     """Return a preset by name, or a machine from a JSON file.
 
@@ -236,12 +242,13 @@ def load_machine(machine: str | Path | Machine, *, devices: int = 2) -> Machine:
     if str(machine) in preset_names():
         path = PRESETS / f"{machine}.json"
     elif machine == LOCAL:
-        path = local_path(devices)
-        if not path.is_file():
+        newest = _newest_local(devices)
+        if newest is None:
             raise MachineError(
                 f"machine: this one was not measured with {devices} ranks yet; run tilewise "
                 f"calibrate --ranks {devices}"
             )
+        path = newest
     elif not path.is_file():
         raise MachineError(
             f"machine: {str(machine)!r} is neither a file nor one of "
