@@ -138,19 +138,26 @@ def node_cost(form: Form, setting: Setting, *, grads: set[Value]) -> NodeCost:
     cost = NodeCost.zero(len(table))
     moving = [(i, v) for i, v in enumerate(form.operands) if not v.held]
     results = list(enumerate(node.outs))
+    buffers = _Buffers(len(table))
     for index, value in moving:
         swap = form.swap("bring", index, prod(value.shape))
         cost.halo_forward += swap_s(swap, table, setting, setting.size(value))
+        buffers.forward(swap.received * setting.size(value))
         if value in grads:
             back = form.swap("bring_back", index, prod(value.shape))
             cost.halo_backward += swap_s(back, table, setting, setting.size(value))
+            buffers.backward(back.received * setting.size(value))
     for index, value in results:
         swap = form.swap("finish", index, prod(value.shape))
         cost.exchange_forward += swap_s(swap, table, setting, setting.size(value))
+        given = form.share("give", index) * prod(value.shape) * setting.size(value)
+        buffers.forward(swap.received * setting.size(value), given)
         if value in grads:
             back = form.swap("finish_back", index, prod(value.shape))
             cost.exchange_backward += swap_s(back, table, setting, setting.size(value))
+            buffers.backward(back.received * setting.size(value))
     _add_compute(cost, form, setting, moving, grads)
+    buffers.add_to(cost)
     blocks = [
         (form.share("need", i) * prod(v.shape), form.sharers(i), v)
         for i, v in enumerate(form.operands)
@@ -158,6 +165,27 @@ def node_cost(form: Form, setting: Setting, *, grads: set[Value]) -> NodeCost:
     ]
     add_parameters(cost, blocks, table, setting)
     return cost
+
+
+class _Buffers:
+    """What a call holds while messages travel: those that come and, as much again, those that go.
+
+    Exchanges of one call follow each other, so the largest counts. Partial results stand beside
+    theirs until they are scattered.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.forth, self.back = np.zeros(count), np.zeros(count)
+
+    def forward(self, received: Floats, partial: Floats | float = 0.0) -> None:
+        self.forth = np.maximum(self.forth, np.where(received > 0, 2 * received + partial, 0.0))
+
+    def backward(self, received: Floats) -> None:
+        self.back = np.maximum(self.back, 2 * received)
+
+    def add_to(self, cost: NodeCost) -> None:
+        cost.workspace_bytes += self.forth
+        cost.burst_bytes[:] = np.maximum(cost.burst_bytes + self.back, cost.workspace_bytes)
 
 
 def _add_compute(
