@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
 import signal
@@ -46,7 +47,8 @@ class Countdown:
         if self.fault == "raise":
             raise ValueError("the cat sat on the keyboard")
         if self.fault == "memory":
-            now = 1024 * int(Path("/proc/self/statm").read_text().split()[0]) * 4
-            resource.setrlimit(resource.RLIMIT_AS, (now, now))
+            now = mmap.PAGESIZE * int(Path("/proc/self/statm").read_text().split()[0])
+            limit = now + (1 << 28)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
             torch.ones(1 << 30)
         os.kill(os.getpid(), getattr(signal, self.fault))

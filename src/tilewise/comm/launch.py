@@ -8,11 +8,14 @@ from __future__ import annotations
 import os
 import re
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from tilewise.errors import CommError
 
+START = timedelta(minutes=5)
 BACKENDS = ("gloo", "mpi", "nccl")
 MPI_RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 
@@ -39,8 +42,22 @@ def join(backend: str = "gloo", *, timeout: float | None = None) -> None:
             tell_torch()
         elif launched():
             _tell_from_slurm()
+    store, rank, size = next(rendezvous("env://", timeout=START))
+    meet(name, store, rank, size, timeout=timeout)
+
+
+def meet(name: str, store: Any, rank: int, size: int, *, timeout: float | None) -> None:
+    """Wait until all ranks have started, which is no silence, and form a world with them."""
+    store.set(f"tilewise/started/{rank}", "1")
+    try:
+        store.wait([f"tilewise/started/{other}" for other in range(size)], START)
+    except RuntimeError as error:
+        missing = [r for r in range(size) if not store.check([f"tilewise/started/{r}"])]
+        raise CommError(
+            f"rank {rank}: of {size} ranks, {missing} have not started in {START}"
+        ) from error
     limit = None if timeout is None else timedelta(seconds=timeout)
-    dist.init_process_group(name, timeout=limit)
+    dist.init_process_group(name, store=store, rank=rank, world_size=size, timeout=limit)
 
 
 def engine(backend: str) -> str:

@@ -29,7 +29,6 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
@@ -38,7 +37,7 @@ from typing import Any
 from tilewise.comm.failure import DIED, Failure, is_stopped
 from tilewise.errors import CommError
 
-PRELOAD = ["tilewise", "torch.distributed"]  # once, for all processes
+PRELOAD = ["tilewise", "torch.distributed", "torch._dynamo"]  # once, for all processes
 GRACE_S = 5.0  # how long the others have to answer once a rank has failed
 TICK_S = 1.0
 
@@ -257,21 +256,22 @@ def serve_mpi(address: str, timeout: float) -> None:
     _serve(pipe, (tilewise.comm.mpi.NAME, None, None, None, timeout))
 
 
-def _serve(pipe: Connection, join: tuple[Any, ...]) -> None:
+def _serve(pipe: Connection, world: tuple[Any, ...]) -> None:
     import torch
     import torch.distributed as dist
 
     from tilewise.comm import Mesh
+    from tilewise.comm.launch import join, meet
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this rank ends it
     watch = _Watch(pipe)
     torch.set_num_threads(1)
-    backend, folder, rank, size, timeout = join
-    options: dict[str, Any] = {"timeout": timedelta(seconds=timeout)}
-    if folder is not None:
+    backend, folder, rank, size, timeout = world
+    if folder is None:
+        join("mpi", timeout=timeout)
+    else:
         store = dist.FileStore(str(Path(folder) / "store"), size)  # type: ignore[attr-defined]
-        options |= {"store": store, "rank": rank, "world_size": size}
-    dist.init_process_group(backend, **options)
+        meet(backend, store, rank, size, timeout=timeout)
     watch.busy = False
     meshes: dict[tuple[int, ...], Mesh] = {}
     modules: dict[str, ModuleType] = {}
