@@ -24,7 +24,7 @@ test: check
 	$(BIN)/python -m pytest
 
 demo: $(READY)
-	$(BIN)/python examples/conv_splits.py
+	$(BIN)/python examples/demo.py
 
 bench: $(READY)
 	$(BIN)/tilewise bench page docs/performance.md --rounds 3

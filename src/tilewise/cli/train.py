@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from tilewise.auto.plan import AUTO
 from tilewise.cli.crew import Crew
 from tilewise.cli.exits import STOPPED_CODE
 from tilewise.cli.naming import parse_plan
@@ -133,7 +134,7 @@ def plan_text(text: str) -> str | dict[str, str]:
 
 def ranks_of(recipe: Recipe) -> int:
     """Return how many ranks the plan needs; for `auto`, as many as there are cores."""
-    if recipe.plan == "auto":
+    if recipe.plan == AUTO:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     if isinstance(recipe.plan, str) and recipe.plan.endswith(".json"):
         degrees: list[Any] = list(Plan.load(recipe.plan).layers.values())

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tilewise.auto.plan import AUTO
 from tilewise.data import Source
 from tilewise.errors import RecipeError
 from tilewise.graph import as_plan, capture
@@ -64,7 +65,7 @@ def check(recipe: Recipe, ranks: int) -> Checked:
         parameters = sum(p.numel() for p in model.parameters())
         freeze(model, recipe.model.frozen)
         graph = capture(model, x, loss_function(recipe), targets=tuple(targets))
-        automatic = recipe.plan == "auto"
+        automatic = recipe.plan == AUTO
         plan = with_options(as_plan(graph, "1" if automatic else recipe.plan), recipe)
         plan.check(ranks)
         planned = plan_program(graph.training, plan, ranks=ranks, rank=0, draws=Draws(0))

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import tilewise
 from tilewise import data
+from tilewise.auto.plan import AUTO, read_plan
 from tilewise.comm import Mesh
 from tilewise.errors import RecipeError
-from tilewise.graph import ParallelModel, as_plan, capture
+from tilewise.graph import ParallelModel, capture
 from tilewise.graph.captured import Graph
 from tilewise.models.find import find_model
 from tilewise.plan import Plan
@@ -168,15 +168,9 @@ def planned(
     model: nn.Module, x: Tensor, targets: tuple[Tensor, ...], recipe: Recipe, mesh: Mesh
 ) -> tuple[Graph, Plan]:
     """Capture the model with its loss, and plan it for the ranks of a mesh."""
-    loss = loss_function(recipe)
-    if recipe.plan == "auto":
-        limit: dict[str, Any] = {} if recipe.memory is None else {"memory": recipe.memory}
-        found = tilewise.parallelize(
-            model, x, "auto", loss=loss, targets=targets, mesh=mesh, **limit
-        )
-        return found.graph, with_options(found.plan, recipe)
-    graph = capture(model, x, loss, targets=targets)
-    return graph, with_options(as_plan(graph, recipe.plan), recipe)
+    graph = capture(model, x, loss_function(recipe), targets=targets)
+    limit = recipe.memory if recipe.plan == AUTO else None
+    return graph, with_options(read_plan(graph, recipe.plan, mesh, memory=limit), recipe)
 
 
 def with_options(plan: Plan, recipe: Recipe) -> Plan:

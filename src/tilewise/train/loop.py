@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tilewise.auto.plan import AUTO
 from tilewise.comm import Mesh
 from tilewise.data import Batch, Loader
-from tilewise.errors import TrainingError
+from tilewise.errors import TilewiseError, TrainingError
 from tilewise.train.blame import drifted
 from tilewise.train.checkpoint import Checkpoints
 from tilewise.train.evaluate import evaluate
@@ -70,7 +71,7 @@ def train(
     started = time.monotonic()
     notes: list[str] = []
     recipe = from_dict(table)
-    if recipe.plan == "auto" and mesh.rank == 0:
+    if recipe.plan == AUTO and mesh.rank == 0:
         yield {"kind": "note", "step": 0, "text": "looking for a plan; the first time, it measures"}
     with Preemption(mesh) as preemption, _noted_warnings(notes):
         run = Run(build(mesh, recipe), Options(**options), preemption, notes)
@@ -120,16 +121,21 @@ class Run:
         self.profile = Profile(self.model, self.out / "profile") if options.profile else None
         resumed = self._resume()
         self.journal: Journal | None = None
+        failure: str | None = None
         if self.speaks:
-            self.out.mkdir(parents=True, exist_ok=True)
-            self.model.plan.save(self.out / "plan.json")
-            text = json.dumps(self.recipe.as_dict(), indent=1)
-            (self.out / "recipe.json").write_text(text + "\n", encoding="utf-8")
-            self.journal = Journal(
-                self.out,
-                after=self.progress.step if resumed else None,
-                tensorboard=self.recipe.metrics.tensorboard,
-            )
+            try:
+                self.journal = self._opened(after=self.progress.step if resumed else None)
+            except (TilewiseError, OSError) as error:
+                failure = str(error)
+        self.mesh.agree("run", error=failure)
+
+    def _opened(self, *, after: int | None) -> Journal:
+        """Write what the run is, and open its journal."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.model.plan.save(self.out / "plan.json")
+        text = json.dumps(self.recipe.as_dict(), indent=1)
+        (self.out / "recipe.json").write_text(text + "\n", encoding="utf-8")
+        return Journal(self.out, after=after, tensorboard=self.recipe.metrics.tensorboard)
 
     @property
     def speaks(self) -> bool:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-import tilewise
 from tilewise import data
+from tilewise.auto import read_plan
 from tilewise.comm import Mesh
 from tilewise.data.output import create_output, open_output
 from tilewise.errors import RecipeError
-from tilewise.graph import ParallelModel, as_plan, capture
+from tilewise.graph import ParallelModel, capture
 from tilewise.layout import Layout
 from tilewise.ops.loss import class_indices
 from tilewise.plan import Plan
@@ -109,20 +109,14 @@ def load_model(mesh: Mesh, recipe: Recipe, task: Prediction, source: data.Source
     plain = build_model(recipe.without_pretrained())
     shape = next(iter(source.fields.values())).shape
     x = torch.empty((task.batch, *shape), dtype=_dtype(recipe), device="meta")
-    if task.plan == "auto":
-        model = tilewise.parallelize(plain, x, "auto", mesh=mesh)
-    else:
-        graph = capture(plain, x)
-        model = ParallelModel(plain, graph, _plan(graph, task.plan), mesh)
+    graph = capture(plain, x)
+    plan: Any = task.plan
+    if isinstance(plan, str) and plan.lstrip().startswith("{"):
+        plan = Plan.from_json(plan)
+    model = ParallelModel(plain, graph, read_plan(graph, plan, mesh), mesh)
     folder = Path(task.checkpoint)
     Checkpoints(folder.parent, mesh=mesh).load(folder, model=model)
     return model
-
-
-def _plan(graph: Any, plan: str | dict[str, str]) -> Plan:
-    if isinstance(plan, str) and plan.lstrip().startswith("{"):
-        return Plan.from_json(plan)
-    return as_plan(graph, plan)
 
 
 def _changes(recipe: Recipe, source: data.Source, field: str) -> list[Any]:

@@ -1,0 +1,73 @@
+"""The commands as people run them: local ranks, and those of a launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from small_runs import losses, make_set, recipe
+from tilewise.cli.app import app
+from tilewise.train.journal import METRICS, read_journal
+
+COMMAND = [sys.executable, "-m", "tilewise"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+            "-m", "tilewise"]  # fmt: skip
+
+
+def run(command: list[str], folder: Path, *words: str) -> tuple[str, str]:
+    ran = subprocess.run(
+        [*command, *words], cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout, ran.stderr
+
+
+def as_toml(table: dict[str, Any]) -> str:
+    """Write a recipe of numbers, words and lists."""
+    plain = [f"{k} = {json.dumps(v)}" for k, v in table.items() if not isinstance(v, dict)]
+    for name, section in table.items():
+        if isinstance(section, dict):
+            plain += [f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in section.items())]
+    return "\n".join(plain) + "\n"
+
+
+def test_train_and_predict_on_local_ranks_and_under_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = make_set(tmp_path / "set", segment=True)
+    table = recipe(data, segment=True, plan="d2", checkpoint_steps=1)
+    (tmp_path / "own.toml").write_text(as_toml(table))
+    shown, said = run(COMMAND, tmp_path, "train", "own.toml")
+    assert "training on 8 samples and 2 ranks, 4 steps" in said
+    assert "valid after epoch 2: loss" in said
+    assert "step 4/4: loss" in said
+    assert "compute" in said
+    assert "test dice" in shown
+    out, _ = run(TORCHRUN, tmp_path, "train", "own.toml", "--out", "runs/other", "--plan", "h2",
+                 "--json")  # fmt: skip
+    summary = json.loads(out)
+    assert summary["steps"] == 4
+    assert len(summary["peak_bytes"]) == 2
+    found = [losses(read_journal(tmp_path / "runs" / name / METRICS)) for name in ("own", "other")]
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
+    run(COMMAND, tmp_path, "predict", "runs/own", str(data), "-o", "y.npy", "--classes")
+    assert np.load(tmp_path / "y.npy").shape == (10, 7, 6, 5)
+    monkeypatch.chdir(tmp_path)
+    again = CliRunner().invoke(app, ["train", "own.toml"])
+    assert str(again.exception) == (
+        "train: runs/own holds a run; say --resume latest to go on with it, or --out for another "
+        "folder"
+    )
+    checked = CliRunner().invoke(app, ["train", "own.toml", "--check", "--json"])
+    assert json.loads(checked.stdout)["slab_shape"] == [4, 2, 3, 6, 5]
+    wrong = CliRunner().invoke(app, ["train", "own.toml", "--set", "train.lrr=1"])
+    assert str(wrong.exception).startswith("recipe own.toml: there is no key train.lrr; did you")
