@@ -142,10 +142,10 @@ def test_a_run_restarts_and_ends_as_if_undisturbed(place: Place) -> None:
 
 
 def test_restarts_are_counted_and_start_anew_without_a_checkpoint(place: Place) -> None:
-    code, said = place.run("hopeless", "--max-restarts", "1", fault="raise", step=1)
+    code, said = place.run("hopeless", "--max-restarts", "1", fault="SIGKILL", step=1)
     assert code == 1
     assert said.count("starting again") == 1
-    assert "ValueError" in error_line(said)
+    assert "was killed by SIGKILL" in error_line(said)
 
 
 def test_what_is_wrong_with_the_recipe_is_not_tried_again(place: Place) -> None:
@@ -191,7 +191,7 @@ def test_a_signal_to_the_command_reaches_the_ranks(place: Place) -> None:
     assert f"signalled is in use by process {os.getpid()} on" in refused[0]
 
 
-def wait_until(done: Callable[[], bool], limit_s: float = 60.0) -> None:
+def wait_until(done: Callable[[], bool], limit_s: float = 200.0) -> None:
     deadline = time.monotonic() + limit_s
     while not done():
         assert time.monotonic() < deadline, "it takes too long"

@@ -85,6 +85,11 @@ class Crew:
         """Whether this process speaks for all: the command's own, or the launcher's first rank."""
         return self.mesh is None or self.mesh.rank == 0
 
+    @property
+    def attempt(self) -> int:
+        """How often torchrun has started these ranks again."""
+        return 0 if self.mesh is None else int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
     def meet(self, what: str, *, error: str | None = None) -> None:
         """Wait for the other ranks of a launcher, if there are any; raise an error on all."""
         if self.mesh is not None:
@@ -113,7 +118,7 @@ class Crew:
                 report=report, say=say, folder=folder, max_restarts=max_restarts,
             )  # fmt: skip
         try:
-            return self._run(function, arguments(0), report)
+            return self._run(function, arguments(self.attempt), report)
         except BaseException as error:
             self._end(error, self.mesh.rank, folder)
             raise

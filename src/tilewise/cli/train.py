@@ -111,7 +111,7 @@ def claimed(crew: Crew, folder: Path, resume: str | None) -> Iterator[None]:
         if crew.first:
             try:
                 held.enter_context(RunLock(folder))
-                if resume is None and (folder / METRICS).exists():
+                if resume is None and not crew.attempt and (folder / METRICS).exists():
                     problem = (
                         f"{folder} holds a run; say --resume latest to go on with it, or --out for "
                         "another folder"

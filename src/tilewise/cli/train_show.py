@@ -83,10 +83,9 @@ class Show:
 
     def _start(self, event: dict[str, Any]) -> None:
         self.facts = event
-        ranks = f"{event['ranks']} rank{'s' if event['ranks'] > 1 else ''}"
         self.say(
-            f"training on {event['samples']} samples and {ranks}, {event['steps']} steps"
-            + (f", from step {event['step']}" if event["step"] else "")
+            f"training on {event['samples']} samples and {_ranks(event['ranks'])}, "
+            f"{event['steps']} steps" + (f", from step {event['step']}" if event["step"] else "")
         )
         for note in event["notes"]:
             self.say(f"reduced: {note}")
@@ -142,7 +141,7 @@ class Show:
 
     def summary(self, summary: dict[str, Any]) -> None:
         """Print what a run came to."""
-        table = Table(title=f"{summary['out']}, {summary['ranks']} ranks")
+        table = Table(title=f"{summary['out']}, {_ranks(summary['ranks'])}")
         table.add_column("")
         table.add_column("", justify="right")
         table.add_row("steps", str(summary["steps"]))
@@ -156,7 +155,7 @@ class Show:
 
 def show_check(found: Checked, recipe: Recipe, ranks: int) -> None:
     """Print what a recipe comes to."""
-    table = Table(title=f"{recipe.model.name} on {ranks} ranks")
+    table = Table(title=f"{recipe.model.name} on {_ranks(ranks)}")
     table.add_column("")
     table.add_column("", justify="right")
     dealt = ", ".join(f"{count} {name}" for name, count in found.samples.items())
@@ -174,6 +173,10 @@ def show_check(found: Checked, recipe: Recipe, ranks: int) -> None:
     for note in found.notes:
         console.print(f"note: {note}", highlight=False)
     console.print("[green]fits[/]" if found.fits else "[red]does not fit the memory[/]")
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count > 1 else ''}"
 
 
 def _times(shape: tuple[int, ...]) -> str:
