@@ -64,16 +64,17 @@ def mesh1k(
     width: float = 1.0,
     in_channels: int = 18,
     out_channels: int | None = None,
+    strides: Sequence[int] = (2, 2, 2, 2, 2, 1),
     pixels: bool = False,
 ) -> nn.Sequential:
     """Build the network for 1024² meshes: five convolutions a block, block 6 at stride 1.
 
     Returns logits, without the paper's final sigmoid, so that binary cross-entropy with logits
     applies: 1024 × H/32 × W/32, which ``pixel_shuffle(y, 32)`` turns into one map of H × W;
-    ``pixels`` makes that the last layer. ``out_channels`` overrides the 1024. Input sizes are
-    multiples of 32.
+    ``pixels`` makes that the last layer. ``out_channels`` overrides the 1024. ``strides`` are the
+    blocks'; smaller ones suit small meshes. Input sizes are multiples of their product, 32.
     """
-    return _mesh(MESH1K_BLOCKS, (2, 2, 2, 2, 2, 1), width, in_channels, out_channels, pixels)
+    return _mesh(MESH1K_BLOCKS, strides, width, in_channels, out_channels, pixels)
 
 
 def mesh2k(
@@ -81,13 +82,14 @@ def mesh2k(
     width: float = 1.0,
     in_channels: int = 18,
     out_channels: int | None = None,
+    strides: Sequence[int] = (2, 2, 2, 2, 2, 2),
     pixels: bool = False,
 ) -> nn.Sequential:
     """Build the network for 2048² meshes: three convolutions a block, all blocks at stride 2.
 
     Returns logits, without the paper's final sigmoid, so that binary cross-entropy with logits
     applies: 4096 × H/64 × W/64, which ``pixel_shuffle(y, 64)`` turns into one map of H × W;
-    ``pixels`` makes that the last layer. ``out_channels`` overrides the 4096. Input sizes are
-    multiples of 64.
+    ``pixels`` makes that the last layer. ``out_channels`` overrides the 4096. ``strides`` are the
+    blocks'; smaller ones suit small meshes. Input sizes are multiples of their product, 64.
     """
-    return _mesh(MESH2K_BLOCKS, (2, 2, 2, 2, 2, 2), width, in_channels, out_channels, pixels)
+    return _mesh(MESH2K_BLOCKS, strides, width, in_channels, out_channels, pixels)
