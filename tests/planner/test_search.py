@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from plans import graph_of
-from tilewise import Plan, search
+from tilewise import Plan, capture, models, search
 from tilewise.errors import PlanError
 from tilewise.planner.baselines import NAMES
 from tilewise.planner.machine import load_machine
@@ -55,6 +56,17 @@ def test_explanations_price_the_chosen_way_at_the_step(found: Found) -> None:
         assert way.step_seconds <= way.alone_seconds * (1 + 1e-6) or not way.exact
     with pytest.raises(PlanError, match="no layer 'nowhere' to explain"):
         found.explain("nowhere")
+
+
+def test_pinning_what_was_found_changes_no_price() -> None:
+    """Also for layers that would follow another one: element-wise ones and norms."""
+    graph = capture(models.resnet50(width=0.125), torch.empty(8, 3, 64, 64, device="meta"))
+    free = search(graph, devices=4, machine="p100x4", time_limit=20.0)
+    assert free.optimal
+    conv = str(free.plan.layers["layer1.0.conv1"])
+    pins = dict.fromkeys(("layer1.0.conv1", "layer1.0.bn1", "layer1.0.relu"), conv)
+    pinned = search(graph, devices=4, machine="p100x4", time_limit=20.0, pins=pins)
+    assert pinned.step_seconds == pytest.approx(free.step_seconds, rel=1e-9)
 
 
 def test_pins_hold_and_cost() -> None:

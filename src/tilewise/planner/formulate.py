@@ -34,6 +34,7 @@ from tilewise.planner.payload import differentiable
 from tilewise.planner.places import (
     Choices,
     choices,
+    chooses,
     first_reader,
     largest,
     letter_roles,
@@ -144,8 +145,9 @@ class _Walk:
                 self.places[value] = place_of(
                     value, owner, some, self.named[value], self.setting.devices, channels=False
                 )
+        layers = {layer.name: layer for layer in self.found.graph.layers}
         for node in program.nodes:
-            if node.name in self.choices.variable:
+            if chooses(node, layers[node.name]):
                 self._decide(node)
             else:
                 self._follow(node)
@@ -184,11 +186,15 @@ class _Walk:
         self._note_results(node)
 
     def _follow(self, node: Node) -> None:
-        """Price a call where its largest operand lies."""
+        """Price a call where its largest operand lies, or is brought to by a pin."""
         operand = largest(node, self.places)
         if operand is None:
             return  # it is computed from what every rank holds
         place = self.places[operand]
+        pinned = self.choices.variable.get(node.name)
+        if pinned is not None:
+            some, text = self.choices.candidates[pinned], self.named[operand]
+            place = place_of(operand, pinned, some, text, self.setting.devices)
         table = self.choices.candidates[place.owner].table
         if simple(node, operand):
             found = follow_simple(node, place, table, self.setting, grads=self.grads)
@@ -199,7 +205,10 @@ class _Walk:
         if self._by_call:
             layouts = [place.layouts.layout_at(row) for row in range(len(place.layouts))]
             self._measured(node, found.cost, layouts, place.where, operand)
-        for value, wants in found.wants.items():
+        reads = dict(found.wants)
+        if pinned is not None:
+            reads[operand] = place.layouts.take(place.where)
+        for value, wants in reads.items():
             if value in self.places:
                 self._read(node, place.owner, value, wants, np.zeros(len(table), bool))
         self.places.update(zip(node.outs, found.places, strict=True))
