@@ -55,7 +55,7 @@ def show_plan(found: Found, console: Console) -> None:
     console.print(
         f"memory {size(found.peak_bytes)} of {size(found.memory_bytes)} on the fullest device"
     )
-    proof = "proven best" if found.optimal else f"at most {found.gap:.2%} from the best"
+    proof = "proven best" if found.optimal else _how_near(found.gap)
     console.print(f"{proof} of all candidates, {found.solve_seconds:.1f} s")
 
 
@@ -144,3 +144,7 @@ def show_difference(found: Found, other: Plan, priced: Priced, console: Console)
         f"({priced.step_seconds / found.step_seconds:.2f} of this one's), memory "
         f"{size(priced.peak_bytes)}, {'fits' if priced.fits else 'does not fit'}"
     )
+
+
+def _how_near(gap: float) -> str:
+    return f"at most {gap:.2%} from the best" if isfinite(gap) else "no bound found in the time"

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ class Found:
             "step_seconds": self.step_seconds,
             "peak_bytes": self.peak_bytes,
             "optimal": self.optimal,
-            "gap": self.gap,
+            "gap": self.gap if isfinite(self.gap) else None,
             "solve_seconds": self.solve_seconds,
             "devices": self.devices,
             "machine": self.machine.name,
