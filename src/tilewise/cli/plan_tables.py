@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from math import isfinite
 
 from rich.console import Console
 from rich.table import Table
