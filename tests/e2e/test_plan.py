@@ -82,7 +82,7 @@ def _check_network(about: dict[str, Any]) -> None:
     rows = about["step"]
     forward = sum(sum(row["forward_s"]) + row["optimizer_s"] for row in rows)
     backward = sum(sum(row["backward_s"]) for row in rows)
-    seconds = forward + max(backward, sum(row["sync_s"] for row in rows))
+    seconds = forward + backward + sum(row["sync_s"] for row in rows)  # no overlap on p100x4
     assert seconds == pytest.approx(about["step_seconds"])
     fullest = max(row[f"{phase}_bytes"] for row in rows for phase in
                   ("forward", "backward", "optimizer"))  # fmt: skip

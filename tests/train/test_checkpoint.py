@@ -328,6 +328,28 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_where_all_are_damaged_nothing_begins_anew(pair: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(pair, folder)
+    for step in folder.iterdir():
+        cut_short(step)
+    with pytest.raises(CheckpointError, match="no checkpoint in it is whole; move it elsewhere"):
+        Checkpoints(folder, say=[].append).latest()
+
+
+def test_a_run_that_goes_on_from_an_earlier_step_leaves_the_later_ones(
+    pair: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(pair, folder)
+    said: list[str] = []
+    checkpoints = Checkpoints(folder, say=said.append)
+    checkpoints.abandon_after(folder / "step-00000001")
+    assert checkpoints.latest() == folder / "step-00000001"
+    assert (folder / "abandoned-step-00000002").is_dir()
+    assert "given up" in said[0]
+
+
 @pytest.mark.parametrize("damage", [*DAMAGES])
 def test_a_damaged_checkpoint_is_told_of_and_skipped(
     damage: Callable[[Path], None], pair: Path, tmp_path: Path

@@ -158,5 +158,9 @@ def test_patience_waits_for_something_better() -> None:
     assert [reached(stop, value, progress) for value in (0.1, 0.3, 0.2, 0.25)] == [
         False, False, False, True,
     ]  # fmt: skip
+    stop, progress = Stop(metric="mse", patience=1), Progress()
+    assert not reached(stop, 0.5, progress)
+    assert reached(stop, float("nan"), progress)
+    assert not reached(stop, 0.4, progress)
     lower = Stop(metric="mse", target=0.2)
     assert [reached(lower, value, Progress()) for value in (0.3, 0.2)] == [False, True]

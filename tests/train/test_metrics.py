@@ -13,7 +13,10 @@ from torch.nn import functional as F
 from tilewise import Layout, Mesh
 from tilewise.ops.loss import class_indices
 from tilewise.testing import ranks
+from tilewise.train.losses import loss_sums
 from tilewise.train.metrics import Metric, Tally, make_metric
+from tilewise.train.precision import Precision
+from tilewise.train.recipe import from_dict
 
 CUTS = ["n2", "d2", "h2 w2", "n2 d2", "w4", "d3", "1"]
 SHAPE = (5, 3, 4, 5, 3)
@@ -99,3 +102,36 @@ def test_metrics_equal_those_of_the_whole(degrees: str) -> None:
     count = 3 if degrees == "d3" else 4
     for found in ranks(count, measure, degrees):
         assert found == pytest.approx(expected(), rel=1e-12)
+
+
+def test_a_sample_without_numbers_is_not_right() -> None:
+    output = torch.tensor([[0.1, 0.9], [float("nan")] * 2, [0.8, float("nan")]])
+    target = torch.tensor([1, 0, 0])
+    metric = make_metric("accuracy", ())
+    assert metric.report(metric.sums(output, target))["accuracy"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("weights", [None, [0.5, 2.0, 1.0]])
+def test_ignored_targets_do_not_count_in_the_loss(weights: list[float] | None) -> None:
+    table: dict[str, Any] = {"model": {"name": "unet3d"}, "data": {"path": "somewhere"}}
+    recipe = from_dict(
+        table | {"train": {"loss": "cross_entropy", "class_weights": weights, "batch": 2}}
+    )
+    sums = loss_sums(recipe)
+    assert sums is not None
+    output, target = torch.randn(4, 3, 5), torch.randint(3, (4, 5))
+    target[:2] = -100
+    total, weight = sums(output, target)
+    given = None if weights is None else torch.tensor(weights)
+    assert float(total / weight) == pytest.approx(float(F.cross_entropy(output, target, given)))
+
+
+def test_the_scale_of_a_run_without_one_is_not_taken() -> None:
+    precision = Precision("float16")
+    first = precision.scale
+    precision.load_state_dict(Precision("float32").state_dict())
+    assert precision.scale == first
+    precision.note(False)
+    again = Precision("float16")
+    again.load_state_dict(precision.state_dict())
+    assert again.scale == first / 2

@@ -92,7 +92,9 @@ def _tried(
         return _time(mesh, one, labels, device)
     except (CommError, MismatchError):
         raise
-    except (RuntimeError, ValueError, IndexError):
+    except (RuntimeError, ValueError, IndexError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+            raise  # of one rank perhaps; to go on would be to lose the others
         return inf, inf
 
 

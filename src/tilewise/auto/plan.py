@@ -18,7 +18,7 @@ from tilewise.auto.calibrate import Measured, calibrate, machine_of
 from tilewise.auto.calls import time_calls, worth_measuring
 from tilewise.auto.tell import tell
 from tilewise.comm import Mesh
-from tilewise.errors import PlanError, TilewiseError
+from tilewise.errors import PlanError
 from tilewise.graph.captured import Graph, as_tuple, capture
 from tilewise.graph.labels import labels
 from tilewise.graph.parallel import ParallelModel, PlanLike, as_plan
@@ -137,8 +137,8 @@ def auto_search(
                 graph, devices=mesh.size, machine=machine, memory=memory, optimizer=optimizer,
                 dtype=dtype, time_limit=TIME_LIMIT,
             )  # fmt: skip
-        except TilewiseError as error:
-            failed = str(error)
+        except Exception as error:  # whatever it is, the others wait for an answer
+            failed = str(error) or repr(error)
     told = tell(mesh, (failed or "") if mesh.rank == 0 else None)
     if told:
         raise PlanError(told)

@@ -146,7 +146,8 @@ class _Start(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _: Tensor, token: Tensor | None) -> tuple[Any, ...]:
         pending, ctx.posted.back = ctx.posted.back, None
-        return pending.finish(), token, None
+        # without: nothing that backward passes depends on what was moved, on any rank
+        return None if pending is None else pending.finish(), token, None
 
 
 class _Finish(torch.autograd.Function):

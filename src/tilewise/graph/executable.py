@@ -50,6 +50,12 @@ class Executable:
     ) -> tuple[Tensor, ...]:
         """Compute this rank's slabs of the outputs from its slabs of the inputs."""
         self.watch = watch
+        try:
+            return self._run(inputs, sync)
+        finally:
+            self.watch = None
+
+    def _run(self, inputs: Sequence[Tensor], sync: bool) -> tuple[Tensor, ...]:
         memory: list[Any] = [None] * self.places
         memory[: len(inputs)] = inputs
         chain = Chain()

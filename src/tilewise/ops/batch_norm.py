@@ -121,7 +121,7 @@ class _Local:
         running = (rest.pop(0), rest.pop(0)) if self.track else None
         factor = 0.0 if self.momentum is None else self.momentum
         if rest and self.training:
-            factor = 1.0 / float(rest[0])
+            factor = 1.0 / max(float(rest[0]), 1.0)
         if not self.plain:
             return self.joint(inner[0], x, weight, bias, running, factor)
         if not x.numel():

@@ -121,16 +121,6 @@ class Halo:
             memory_format=format or torch.contiguous_format,
         )
 
-    def send_back(
-        self, bring: Exchange, grad: Tensor | None, frame: Frame
-    ) -> tuple[Pending, Tensor]:
-        """Start handing the rim's gradient to its owners; returns the slab's own beside it."""
-        assert grad is not None
-        outer = Frame(frame.boxes, [grad[box] for box in frame.boxes], grad)
-        return bring.start_adjoint(outer), grad[self.core]
-
-    # -- thin convolutions --------------------------------------------------------------------
-
     def patch(self, y: Tensor, frame: Frame, weight: Tensor, groups: int) -> None:
         """Add to y what the faces give."""
         for face, piece in self._thin(frame):

@@ -212,7 +212,7 @@ class _Walk:
             if value in self.places:
                 self._read(node, place.owner, value, wants, np.zeros(len(table), bool))
         self.places.update(zip(node.outs, found.places, strict=True))
-        if keeps(node).operands:
+        if pinned is None and keeps(node).operands:
             self.kept.add(operand)
         self._note_results(node)
 

@@ -37,6 +37,7 @@ from tilewise.train.payload import Payload
 from tilewise.train.storage import Reader, Writer, sync_folder
 
 NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
+ABANDONED = "abandoned-"
 LEFT_OVER = re.compile(r"\.step-.*\.(partial|deleted)")
 
 
@@ -123,7 +124,7 @@ class Checkpoints:
                     **self._together(),
                 )
             if self.rank == 0:
-                self._delete_old()
+                self._delete_old(about.step)
         except CheckpointError as error:
             self._failure = error
             if self.rank == 0:
@@ -143,9 +144,26 @@ class Checkpoints:
             final = self.folder / f"{name}.{attempt}"
         return final
 
-    def _delete_old(self) -> None:
+    def abandon_after(self, folder: Path) -> None:
+        """Rename checkpoints of later steps than one of these, from which a run goes on."""
+        if self.rank == 0 and folder.parent == self.folder:
+            self._set_aside(_step(folder))
+
+    def _set_aside(self, step: int) -> None:
+        """Rename checkpoints of later steps than this: they belong to a run that was given up."""
+        for folder in self._found():
+            if _step(folder) > step:
+                aside, attempt = folder.with_name(f"{ABANDONED}{folder.name}"), 0
+                while aside.exists():
+                    attempt += 1
+                    aside = folder.with_name(f"{ABANDONED}{folder.name}-{attempt}")
+                folder.rename(aside)
+                self.say(f"{folder} is of a run that was given up; it is now {aside.name}")
+
+    def _delete_old(self, step: int) -> None:
         """Delete all but the newest steps; a crash in the middle leaves none that looks whole."""
         try:
+            self._set_aside(step)
             newest: dict[str, Path] = {}
             for folder in self._found():
                 newest.setdefault(folder.stem, folder)
@@ -163,15 +181,22 @@ class Checkpoints:
     def latest(self) -> Path | None:
         """Return the newest checkpoint that is whole, the same on all ranks; None without any.
 
-        Damaged ones are skipped and told of. The files are read once for it, each by one rank.
+        Damaged ones are skipped and told of; where there are only such it is an error, for to
+        begin anew would be to lose them. The files are read once for it, each by one rank.
         """
         self.wait()
+        problem = None
         for folder in self._shared(self._found() if self.rank == 0 else None):
             problem = self._problem(folder)
             if problem is None:
                 return Path(folder)
             if self.rank == 0:
                 self.say(f"{problem}; falling back to the checkpoint before it")
+        if problem is not None:
+            raise CheckpointError(
+                f"{self.folder}: no checkpoint in it is whole; move it elsewhere to begin anew "
+                f"({problem})"
+            )
         return None
 
     def check(self, folder: str | Path) -> None:
@@ -349,3 +374,9 @@ def _hush() -> None:
 
 def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=3)
+
+
+def _step(folder: Path) -> int:
+    """Return the step of a checkpoint by its name."""
+    found = NAME.fullmatch(folder.name)
+    return -1 if found is None else int(found[1])

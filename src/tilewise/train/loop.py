@@ -8,15 +8,16 @@ import sys
 import time
 import warnings
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from tilewise.auto.plan import AUTO
 from tilewise.comm import Mesh
 from tilewise.data import Batch, Loader
-from tilewise.errors import TilewiseError, TrainingError
+from tilewise.errors import RecipeError, TilewiseError, TrainingError
 from tilewise.train.blame import drifted
 from tilewise.train.checkpoint import Checkpoints
 from tilewise.train.evaluate import evaluate
@@ -75,7 +76,12 @@ def train(
         yield {"kind": "note", "step": 0, "text": "looking for a plan; the first time, it measures"}
     with Preemption(mesh) as preemption, _noted_warnings(notes):
         run = Run(build(mesh, recipe), Options(**options), preemption, notes)
-        yield from run.train()
+        try:
+            yield from run.train()
+        except TrainingError:  # raised on all ranks alike; what is being saved is for resuming
+            with suppress(TilewiseError):
+                run.checkpoints.wait()
+            raise
     run.close()  # after an error it would wait for ranks that may be gone
     return {
         "preempted": run.preempted,
@@ -119,6 +125,7 @@ class Run:
                     training=False, name=name,
                 )  # fmt: skip
         self.profile = Profile(self.model, self.out / "profile") if options.profile else None
+        self._check_stop()
         resumed = self._resume()
         self.journal: Journal | None = None
         failure: str | None = None
@@ -128,6 +135,19 @@ class Run:
             except (TilewiseError, OSError) as error:
                 failure = str(error)
         self.mesh.agree("run", error=failure)
+
+    def _check_stop(self) -> None:
+        """Refuse an early stop that could never be decided."""
+        stop, names = self.recipe.train.stop, [metric.name for metric in self.job.metrics]
+        if stop is None:
+            return
+        if "valid" not in self.evaluations:
+            raise RecipeError("recipe: train.stop needs samples to validate on; see data.shares")
+        if stop.metric.split("/")[0] not in ("loss", *names):
+            raise RecipeError(
+                f"recipe: train.stop.metric (={stop.metric!r}) must be one of "
+                f"{', '.join(dict.fromkeys(('loss', *names)))}"
+            )
 
     def _opened(self, *, after: int | None) -> Journal:
         """Write what the run is, and open its journal."""
@@ -178,11 +198,24 @@ class Run:
             self.notes.append("there is no checkpoint yet; starting from the first step")
             return False
         extra = self.checkpoints.load(folder, model=self.model, optimizer=self.job.optimizer)
+        self.checkpoints.abandon_after(folder)
+        for group in self.job.optimizer.param_groups:
+            group.update(self.job.optimizer.defaults)  # the recipe's, not those of the checkpoint
         self.progress = Progress(**extra["progress"])
         self.precision.load_state_dict(extra["precision"])
         self.job.loader.load_state_dict(extra["loader"])
         self.saved_step = self.progress.step
+        self.progress.stopped = self._stops()
         return True
+
+    def _stops(self) -> bool:
+        """Whether the last evaluation, as far as there is one, ends the run by this recipe."""
+        stop, found = self.recipe.train.stop, self.progress.evaluations.get("valid", {})
+        return (
+            stop is not None
+            and stop.metric in found
+            and stops(stop, found[stop.metric], self.progress)
+        )
 
     # -- epochs ----------------------------------------------------------------------------
 
@@ -376,15 +409,25 @@ class _Times:
 
 
 def reached(stop: Stop, value: float, progress: Progress) -> bool:
-    """Whether a value is at the target, or has not got better for as long as one waits."""
-    sign = -1.0 if stop.metric.split("/")[0] in SMALLER_IS_BETTER else 1.0
+    """Note the best value and for how long there was no better one; returns whether to stop."""
+    sign = _sign(stop)
+    if sign * value > sign * (-sign * inf if progress.best is None else progress.best):
+        progress.best, progress.worse_epochs = value, 0
+    else:  # also where it is no number
+        progress.worse_epochs += 1
+    return stops(stop, value, progress)
+
+
+def stops(stop: Stop, value: float, progress: Progress) -> bool:
+    """Whether a value is at the target, or there was no better one for as long as one waits."""
+    sign = _sign(stop)
     if stop.target is not None and sign * value >= sign * stop.target:
         return True
-    if progress.best is None or sign * value > sign * progress.best:
-        progress.best, progress.worse_epochs = value, 0
-    else:
-        progress.worse_epochs += 1
     return stop.patience is not None and progress.worse_epochs >= stop.patience
+
+
+def _sign(stop: Stop) -> float:
+    return -1.0 if stop.metric.split("/")[0] in SMALLER_IS_BETTER else 1.0
 
 
 def peak_bytes() -> int:

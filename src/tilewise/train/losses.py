@@ -22,6 +22,7 @@ PLAIN: dict[str, LossFunction] = {
     "cross_entropy": F.cross_entropy,
     "binary_cross_entropy": F.binary_cross_entropy_with_logits,
 }
+IGNORED = -100  # the target that torch's cross entropy leaves out
 WEIGHTS = {"cross_entropy": "weight", "binary_cross_entropy": "pos_weight"}
 
 
@@ -55,8 +56,11 @@ def loss_sums(recipe: Recipe) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor
     def sums(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         each: Tensor = function(output, target, reduction="none")
         total = each.sum(dtype=torch.float64)
-        if section.loss == "cross_entropy" and section.class_weights is not None:
-            return total, _weights(recipe)[target].sum(dtype=torch.float64)
+        if section.loss == "cross_entropy" and target.shape != output.shape:
+            known = target[target != IGNORED]
+            if section.class_weights is not None:
+                return total, _weights(recipe)[known].sum(dtype=torch.float64)
+            return total, torch.tensor(float(known.numel()), dtype=torch.float64)
         return total, torch.tensor(float(each.numel()), dtype=torch.float64)
 
     return sums

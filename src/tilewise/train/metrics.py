@@ -85,8 +85,8 @@ class TopK(Metric):
         index = target.where(known, 0).unsqueeze(1)
         own = output.gather(1, index)
         classes = torch.arange(output.shape[1]).view(-1, *[1] * (output.dim() - 2))
-        before = (output > own) | ((output == own) & (classes < index))
-        right = ((before.sum(1) < self.k) & known).sum()
+        behind = (own > output) | ((own == output) & (classes >= index))  # neither, with NaN
+        right = ((output.shape[1] - behind.sum(1) < self.k) & known).sum()
         return torch.tensor([float(right), float(known.sum())], dtype=torch.float64)
 
     def report(self, totals: Tensor) -> dict[str, float]:

@@ -61,8 +61,8 @@ class Precision:
             self.scale, self.good_steps = self.scale * 2.0, 0
 
     def state_dict(self) -> dict[str, float]:
-        return {"scale": self.scale, "good_steps": float(self.good_steps)}
+        return {"scale": self.scale, "good_steps": float(self.good_steps)} if self.scaled else {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        if self.scaled:
+        if self.scaled and state:
             self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])

@@ -137,6 +137,8 @@ def _without_classes(layout: Layout) -> Layout:
         raise RecipeError(
             f"predict: outputs of shape {layout.shape} have no classes, or more than 256 of them"
         )
+    if layout.degrees[1] > 1:
+        raise RecipeError("predict: classes need outputs that the plan does not cut along channels")
     return class_indices(layout)
 
 

@@ -43,10 +43,11 @@ def supervise(
     ends them at once.
     """
     attempt = 0
+    asked: list[int] = []
     while True:
         pool = start()
         try:
-            with _signals(pool, say):
+            with _signals(pool, say, asked):
                 everyone = tuple(range(pool.size))
                 found = pool.run(everyone, function, arguments(attempt), FOREVER_S, report)
             pool.close()
@@ -55,7 +56,7 @@ def supervise(
             failures = error.failures
             if not failures:
                 raise TrainingError(f"train: {error}") from error
-            if attempt == max_restarts or not _may_pass(failures):
+            if asked or attempt == max_restarts or not _may_pass(failures):
                 raise explained(failures, folder) from None
             attempt += 1
             text = in_a_line(failures) + _logged(folder, failures)
@@ -96,9 +97,8 @@ def _logged(folder: Path, failures: Sequence[Failure]) -> str:
 
 
 @contextmanager
-def _signals(pool: Pool, say: Say) -> Iterator[None]:
-    """Pass signals on to the ranks."""
-    asked: list[int] = []
+def _signals(pool: Pool, say: Say, asked: list[int]) -> Iterator[None]:
+    """Pass signals on to the ranks, and note them in `asked`."""
 
     def note(number: int, frame: FrameType | None) -> None:
         if asked:
