@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from tilewise.comm import Chain, Mesh
-from tilewise.comm.formats import is_last
 from tilewise.graph.graph import Value
 from tilewise.graph.held import Held
 from tilewise.graph.lower import Planned
@@ -70,9 +69,6 @@ class Executable:
             for step in stretch:
                 self._step(step, memory, chain, entry)
         outputs = tuple(memory[slot] for slot in self.output_slots)
-        if not any(is_last(tensor) for tensor in inputs):
-            # layers choose the format that suits them; the caller gets the one that he brought
-            outputs = tuple(t.contiguous() if is_last(t) else t for t in outputs)
         return outputs if entry is None else entry.leave(outputs)
 
     def _enter(self, inputs: Sequence[Tensor], chain: Chain, sync: bool) -> Entry:

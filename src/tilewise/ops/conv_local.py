@@ -33,7 +33,7 @@ class Way:
 class Ways:
     """The way of each phase: forward, the gradient of x, and that of the weight.
 
-    `last` says how the result lies in memory, which later operators keep up.
+    `last` says how the result lies in memory.
     """
 
     forward: Way

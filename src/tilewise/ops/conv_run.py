@@ -148,6 +148,8 @@ class _Convolve(torch.autograd.Function):
         frame = None if local.halo is None else Frame(ctx.boxes, pieces, x)
         if run.finish is not None:
             dy = run.finish.start_adjoint(dy).finish()
+        if ways.data.last == ways.weight.last:
+            dy = formatted(dy, last=ways.data.last)  # once for both
         dx = dw = db = None
         under_way: list[Pending] = []
         if want_x:

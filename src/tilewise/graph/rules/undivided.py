@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from tilewise.comm.formats import is_last
 from tilewise.graph.graph import Call
 from tilewise.graph.rule import Lowered, Site
 from tilewise.layout import Cover, Layout
@@ -32,8 +31,6 @@ def _undivided(site: Site, *, fallback: bool) -> Lowered:
     call = Call(node.op, node.args, node.kwargs)
 
     def local(inner: list[Any], *tensors: Tensor) -> Any:
-        if fallback:  # a call that nothing is known of may look at the memory itself
-            tensors = tuple(t.contiguous() if is_last(t) else t for t in tensors)
         result = call(*tensors)
         return tuple(result) if node.several else result
 
