@@ -198,6 +198,20 @@ def test_float32(drawn: tuple[int, Case]) -> None:
     ranks(world, check, case | {"dtype": torch.float32})
 
 
+def test_even_kernels_whose_padding_is_symmetric_are_not_patched() -> None:
+    """A dilated kernel of four taps reaches as far to both sides, but has none in the middle."""
+    case = {
+        "x": (1, 1, 5),
+        "weight": (1, 1, 4),
+        "arguments": {"stride": [1], "dilation": [2], "padding": 3, "groups": 1},
+        "bias": False,
+        "degrees": "w2",
+        "ways": [(True, False)] * 3,
+        "seed": 0,
+    }
+    ranks(2, check, case)
+
+
 # world, degrees, input, weight, arguments
 EXPLICIT = {
     "halo beyond the neighbour": (

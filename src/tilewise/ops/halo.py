@@ -196,6 +196,7 @@ def _thin(
         length = core[dim].stop - core[dim].start
         if (
             spec.stride[i] != 1
+            or spec.kernel[i] % 2 == 0
             or before != after
             or reach != 2 * before
             or core[dim].start != before
