@@ -15,7 +15,7 @@ from torch import Tensor
 from drawing import WORLDS, degrees, layouts, many
 from tilewise.comm import Chain, Mesh
 from tilewise.errors import LayoutError, OperatorError
-from tilewise.layout import Degrees, Layout, Window
+from tilewise.layout import Axis, Degrees, Layout, Window
 from tilewise.ops import conv_run
 from tilewise.ops.conv import ConvSpec, conv
 from tilewise.ops.conv_local import Way, Ways
@@ -205,6 +205,7 @@ def test_even_kernels_whose_padding_is_symmetric_are_not_patched() -> None:
         "weight": (1, 1, 4),
         "arguments": {"stride": [1], "dilation": [2], "padding": 3, "groups": 1},
         "bias": False,
+        "layout": Layout((1, 1, 5), [Axis(2, 2)]),
         "degrees": "w2",
         "ways": [(True, False)] * 3,
         "seed": 0,
