@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tilewise.comm.pool import Pool, RanksError
+from tilewise.errors import CommError
 
 __all__ = ["RanksError", "ranks"]
 
@@ -22,7 +23,13 @@ def ranks(
     raises, the first one's error is raised here, and no rank is left waiting.
     """
     members = tuple(range(count)) if isinstance(count, int) else tuple(count)
-    return _pool(max(POOL_SIZE, max(members) + 1)).run(members, function, args, timeout)
+    pool = _pool(max(POOL_SIZE, max(members) + 1))
+    try:
+        return pool.run(members, function, args, timeout)
+    except RanksError as error:
+        if any(failure.kind == CommError.__name__ for failure in error.failures):
+            pool.close(now=True)  # its groups are broken, and whoever came next would fail
+        raise
 
 
 _pools: dict[int, Pool] = {}
