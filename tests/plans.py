@@ -65,6 +65,16 @@ def graph_of(name: str) -> Graph:
     return capture(build(name), (torch.zeros(shape),), loss)
 
 
+def inputs_of(graph: Graph) -> list[torch.Tensor]:
+    """Draw whole inputs, the target among them, as the captured training pass takes them."""
+    return [
+        torch.rand(value.shape, dtype=value.dtype)
+        if value.dtype.is_floating_point
+        else torch.randint(2, value.shape)
+        for value in graph.training.inputs
+    ]
+
+
 def random_plan(graph: Graph, devices: int, seed: int, share: float = 0.8) -> Plan:
     """Give most layers random degrees."""
     rng = random.Random(seed)

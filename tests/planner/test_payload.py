@@ -5,9 +5,8 @@ from __future__ import annotations
 from math import prod
 
 import pytest
-import torch
 
-from plans import NETS, build, graph_of, random_plan
+from plans import NETS, build, graph_of, inputs_of, random_plan
 from tilewise import Graph, Mesh, ParallelModel, Plan
 from tilewise.graph.lower import plan_program
 from tilewise.layout import Block, Cover, Layout, Move
@@ -25,13 +24,7 @@ def payload(graph: Graph, plan: Plan, devices: int, node: int = 2) -> Payload:
 def train(mesh: Mesh, name: str, graph: Graph, plan: Plan) -> dict[str, int]:
     """Run one step and return the bytes handed over for each layer, gradients apart."""
     model = ParallelModel(build(name), graph, plan, mesh)
-    tensors = [
-        torch.rand(value.shape, dtype=value.dtype)
-        if value.dtype.is_floating_point
-        else torch.randint(2, value.shape)
-        for value in graph.training.inputs
-    ]
-    slabs = model.scatter(*tensors)
+    slabs = model.scatter(*inputs_of(graph))
     slabs = slabs if isinstance(slabs, tuple) else (slabs,)
 
     def step() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from plans import NETS, build, graph_of, random_plan
+from plans import NETS, build, graph_of, inputs_of, random_plan
 from tilewise import Graph, Mesh, ParallelModel, Plan
 from tilewise.bench.memory import LiveBytes
 from tilewise.graph.lower import plan_program
@@ -26,13 +26,7 @@ def train(mesh: Mesh, name: str, graph: Graph, plan: Plan) -> tuple[Counter[Any]
     """Run a step; returns what was handed to torch.distributed, and the most bytes alive."""
     os.environ["TILEWISE_TUNE"] = "off"
     model = ParallelModel(build(name), graph, plan, mesh)
-    tensors = [
-        torch.rand(value.shape, dtype=value.dtype)
-        if value.dtype.is_floating_point
-        else torch.randint(2, value.shape)
-        for value in graph.training.inputs
-    ]
-    slabs = model.scatter(*tensors)
+    slabs = model.scatter(*inputs_of(graph))
     slabs = slabs if isinstance(slabs, tuple) else (slabs,)
 
     def step() -> None:
