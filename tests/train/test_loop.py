@@ -11,7 +11,7 @@ import torch
 from small_runs import Regressor, losses, make_set, recipe, trained
 from tilewise.testing.ranks import RanksError
 from tilewise.train.checkpoint import whole_state_dict
-from tilewise.train.loop import Progress, reached
+from tilewise.train.progress import Progress, reached
 from tilewise.train.recipe import Stop
 from tilewise.train.resume import checkpoint_in
 

@@ -34,6 +34,18 @@ def token_of(chain: Chain | None, *tensors: Tensor | None) -> Tensor | None:
     return chain.token if needed else None
 
 
+def take(ctx: Any, token: Tensor | None, at: int) -> Tensor | None:
+    """Note in a node which of its tensors the token is; returns the one that it hands on."""
+    ctx.token_at = None if token is None else at
+    return None if token is None else token.clone()
+
+
+def hand_on(chain: Chain | None, token: Tensor | None) -> None:
+    """Let the next node take the token that a node handed on, if it did."""
+    if chain is not None and token is not None:
+        chain.token = token
+
+
 def passed(tensor: Tensor) -> Iterator[tuple[Any, int]]:
     """Yield all that backward from a tensor passes by itself, as (node, number of its output).
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilewise.comm.chain import Chain, token_of
+from tilewise.comm.chain import Chain, hand_on, take, token_of
 from tilewise.comm.formats import memory_format, same_memory
 from tilewise.comm.frame import Box, Frame, overlap
 from tilewise.comm.mesh import Group, Mesh
@@ -95,10 +95,10 @@ class Exchange:
         """Exchange and record the adjoint; `chain` orders it among the other messages."""
         if self.silent:
             return tensor
+        out: Tensor
         out, token = _ExchangeFunction.apply(tensor, token_of(chain, tensor), self)
-        if token is not None:
-            chain.token = token  # type: ignore[union-attr]
-        return out  # type: ignore[no-any-return]
+        hand_on(chain, token)
+        return out
 
 
 class Posted:
@@ -120,16 +120,15 @@ class Posted:
         """Post all messages."""
         posted = cls(exchange)
         tie, token = _Start.apply(tensor, token_of(chain, tensor), posted)
-        if token is not None:
-            chain.token = token  # type: ignore[union-attr]
+        hand_on(chain, token)
         return posted, tie
 
     def finish(self, tie: Tensor, chain: Chain | None) -> Tensor:
         """Wait for all messages and return this rank's part of the target; call it once."""
+        out: Tensor
         out, token = _Finish.apply(tie, token_of(chain, tie), self)
-        if token is not None:
-            chain.token = token  # type: ignore[union-attr]
-        return out  # type: ignore[no-any-return]
+        hand_on(chain, token)
+        return out
 
 
 class _Start(torch.autograd.Function):
@@ -137,10 +136,9 @@ class _Start(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, token: Tensor | None, posted: Posted
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.token_at = None if token is None else 1
         ctx.posted = posted
         posted.forth = posted.exchange.start(tensor)
-        return tensor.new_empty(0), None if token is None else token.clone()
+        return tensor.new_empty(0), take(ctx, token, 1)
 
     @staticmethod
     @once_differentiable
@@ -155,11 +153,10 @@ class _Finish(torch.autograd.Function):
     def forward(
         ctx: Any, tie: Tensor, token: Tensor | None, posted: Posted
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.token_at = None if token is None else 1
         ctx.posted = posted
         pending, posted.forth = posted.forth, None
         assert pending is not None
-        return pending.finish(), None if token is None else token.clone()
+        return pending.finish(), take(ctx, token, 1)
 
     @staticmethod
     @once_differentiable
@@ -173,13 +170,12 @@ class _ExchangeFunction(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, token: Tensor | None, exchange: Exchange
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.token_at = None if token is None else 1
         ctx.exchange = exchange
         ctx.differentiable = tensor.is_floating_point() or tensor.is_complex()
         out = exchange.start(tensor).finish()
         if same_memory(out, tensor):
             out = out.clone()
-        return out, None if token is None else token.clone()
+        return out, take(ctx, token, 1)
 
     @staticmethod
     @once_differentiable

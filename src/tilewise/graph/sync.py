@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewise.comm import Chain, Group, Mesh
+from tilewise.comm.chain import take
 from tilewise.graph.reach import Gate, Passing, Reach, leave
 from tilewise.graph.recompute import Stretch
 from tilewise.graph.shares import Shares, Use, at_end_of_backward
@@ -194,10 +195,9 @@ class _Inner(torch.autograd.Function):
     def forward(
         ctx: Any, state: _State, token: Tensor | None, *parameters: Tensor
     ) -> tuple[Tensor | None, ...]:
-        ctx.state, ctx.token_at = state, None if token is None else 0
+        ctx.state = state
         ctx.set_materialize_grads(False)
-        new_token = None if token is None else token.clone()
-        return new_token, *(parameter.view_as(parameter) for parameter in parameters)
+        return take(ctx, token, 0), *(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
     @once_differentiable

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from tilewise.comm import Exchange
-from tilewise.comm.chain import token_of
+from tilewise.comm.chain import hand_on, take, token_of
 from tilewise.errors import OperatorError
 from tilewise.layout import PARTIAL, REPLICA, Axes, Cover, Layout
 from tilewise.ops.norm import channel_needs, towards
@@ -142,8 +142,7 @@ class _Local:
         token = token_of(via.chain, x, weight, bias)
         y: Tensor
         y, token = _Joint.apply(self, via.exchange, (running, factor), x, token, weight, bias)
-        if token is not None:
-            via.chain.token = token  # type: ignore[union-attr]
+        hand_on(via.chain, token)
         return y
 
     def statistics(
@@ -201,14 +200,14 @@ class _Joint(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.local, ctx.exchange, ctx.token_at = local, exchange, None if token is None else 1
+        ctx.local, ctx.exchange = local, exchange
         rows = exchange.start(moments_of(x, local.summary.dims)).finish()
         mean, var = local.statistics(rows, *tracked)
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         mean, var = mean.to(dtype), var.to(dtype)
         ctx.save_for_backward(x, mean, var, weight)
         ctx.rows = rows.shape
-        token = None if token is None else token.clone()
+        token = take(ctx, token, 1)
         if not x.numel():
             return x.clone(), token
         scale = None if weight is None else weight.to(dtype)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewise.comm import Chain, Exchange, Frame, Mesh, Pending
-from tilewise.comm.chain import token_of
+from tilewise.comm.chain import hand_on, take, token_of
 from tilewise.comm.formats import formatted, is_last
 from tilewise.ops.conv_local import LocalConv, Ways, like
 from tilewise.ops.halo import Halo
@@ -63,8 +63,7 @@ class ConvRun:
         token = None if self.quiet else token_of(chain, x, weight, *bias)
         y: Tensor
         y, token = _Convolve.apply(self, ways, x, weight, token, *bias)
-        if token is not None:
-            chain.token = token  # type: ignore[union-attr]
+        hand_on(chain, token)
         return y
 
     def _natively(self, x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
@@ -120,7 +119,6 @@ class _Convolve(torch.autograd.Function):
         token: Tensor | None,
         *bias: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.token_at = None if token is None else 2
         local = run.local
         b = bias[0] if bias and run.with_bias else None
         pending = None if run.bring is None else run.bring.start(x)
@@ -135,7 +133,7 @@ class _Convolve(torch.autograd.Function):
         ctx.run, ctx.ways, ctx.bias = run, ways, bool(bias)
         ctx.boxes, pieces = ((), ()) if frame is None else (frame.boxes, frame.pieces)
         ctx.save_for_backward(x, weight, *pieces)
-        return y, None if token is None else token.clone()
+        return y, take(ctx, token, 2)
 
     @staticmethod
     @once_differentiable

@@ -27,6 +27,7 @@ from tilewise.planner.timeline import peak_bytes
 from tilewise.train.inputs import Sets, augments, examples, open_sets, transforms
 from tilewise.train.job import build_model, freeze, make_metrics, with_options
 from tilewise.train.losses import loss_function
+from tilewise.train.progress import check_stop
 from tilewise.train.recipe import Recipe
 
 CGROUP = Path("/sys/fs/cgroup/memory.max")
@@ -104,8 +105,7 @@ def _check_metrics(
                 f"recipe: {metric.name} of outputs {output} needs one target of shape {wanted}, "
                 f"there are {found}"
             )
-    if recipe.train.stop is not None and sets.valid is None:
-        raise RecipeError("recipe: train.stop needs samples to validate on; see data.shares")
+    check_stop(recipe, [metric.name for metric in metrics], sets)
 
 
 def _model_bytes(graph: Graph, plan: Plan, recipe: Recipe, ranks: int) -> int:

@@ -9,26 +9,25 @@ import time
 import warnings
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from math import inf
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tilewise.auto.plan import AUTO
 from tilewise.comm import Mesh
 from tilewise.data import Batch, Loader
-from tilewise.errors import RecipeError, TilewiseError, TrainingError
+from tilewise.errors import TilewiseError, TrainingError
 from tilewise.train.blame import drifted
 from tilewise.train.checkpoint import Checkpoints
 from tilewise.train.evaluate import evaluate
 from tilewise.train.inputs import make_loader
 from tilewise.train.job import Job, build
 from tilewise.train.journal import Journal
-from tilewise.train.metrics import SMALLER_IS_BETTER
 from tilewise.train.precision import Precision
 from tilewise.train.preempt import Preemption
 from tilewise.train.profile import Profile
-from tilewise.train.recipe import Stop, from_dict
+from tilewise.train.progress import Progress, check_stop, reached, stops
+from tilewise.train.recipe import from_dict
 from tilewise.train.resume import CHECKPOINTS, find_checkpoint
 from tilewise.train.step import Stepper
 
@@ -48,18 +47,6 @@ class Options:
     out: str
     resume: str | None = None
     profile: bool = False
-
-
-@dataclass
-class Progress:
-    """Where a run stands: what has to be known beside the tensors to go on."""
-
-    epoch: int = 0
-    step: int = 0
-    best: float | None = None
-    worse_epochs: int = 0
-    stopped: bool = False
-    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 def train(
@@ -125,7 +112,7 @@ class Run:
                     training=False, name=name,
                 )  # fmt: skip
         self.profile = Profile(self.model, self.out / "profile") if options.profile else None
-        self._check_stop()
+        check_stop(self.recipe, [metric.name for metric in job.metrics], job.sets)
         resumed = self._resume()
         self.journal: Journal | None = None
         failure: str | None = None
@@ -135,19 +122,6 @@ class Run:
             except (TilewiseError, OSError) as error:
                 failure = str(error)
         self.mesh.agree("run", error=failure)
-
-    def _check_stop(self) -> None:
-        """Refuse an early stop that could never be decided."""
-        stop, names = self.recipe.train.stop, [metric.name for metric in self.job.metrics]
-        if stop is None:
-            return
-        if "valid" not in self.evaluations:
-            raise RecipeError("recipe: train.stop needs samples to validate on; see data.shares")
-        if stop.metric.split("/")[0] not in ("loss", *names):
-            raise RecipeError(
-                f"recipe: train.stop.metric (={stop.metric!r}) must be one of "
-                f"{', '.join(dict.fromkeys(('loss', *names)))}"
-            )
 
     def _opened(self, *, after: int | None) -> Journal:
         """Write what the run is, and open its journal."""
@@ -406,28 +380,6 @@ class _Times:
             "samples_per_s": samples / total,
             "shares": {kind: round(seconds / total, 4) for kind, seconds in shares.items()},
         }
-
-
-def reached(stop: Stop, value: float, progress: Progress) -> bool:
-    """Note the best value and for how long there was no better one; returns whether to stop."""
-    sign = _sign(stop)
-    if sign * value > sign * (-sign * inf if progress.best is None else progress.best):
-        progress.best, progress.worse_epochs = value, 0
-    else:  # also where it is no number
-        progress.worse_epochs += 1
-    return stops(stop, value, progress)
-
-
-def stops(stop: Stop, value: float, progress: Progress) -> bool:
-    """Whether a value is at the target, or there was no better one for as long as one waits."""
-    sign = _sign(stop)
-    if stop.target is not None and sign * value >= sign * stop.target:
-        return True
-    return stop.patience is not None and progress.worse_epochs >= stop.patience
-
-
-def _sign(stop: Stop) -> float:
-    return -1.0 if stop.metric.split("/")[0] in SMALLER_IS_BETTER else 1.0
 
 
 def peak_bytes() -> int:
