@@ -27,7 +27,7 @@ EDGE = 64
 
 @dataclass
 class StepTimes:
-    """Seconds of a step in each round: in all, of this rank's cores, and waiting for input."""
+    """Seconds of every step, on its slowest rank: in all, of a rank's cores, waiting for input."""
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
@@ -86,16 +86,16 @@ def measure_training(
             coming = batches(epoch)
             step(next(coming))
             mesh.agree("bench io: steps")
-            start, cpu, waiting = time.perf_counter(), time.process_time(), 0.0
+            took = StepTimes()
             for _ in range(steps):
-                asked = time.perf_counter()
+                start, cpu = time.perf_counter(), time.process_time()
                 batch = next(coming)
-                waiting += time.perf_counter() - asked
+                took.waiting.append(time.perf_counter() - start)
                 step(batch)
-            took = [time.perf_counter() - start, time.process_time() - cpu, waiting]
-            taken = [seconds / steps for seconds in slowest(mesh, took)]
-            for some, seconds in zip(times[name].lists, taken):
-                some.append(seconds)
+                took.wall.append(time.perf_counter() - start)
+                took.cpu.append(time.process_time() - cpu)
+            for some, mine in zip(times[name].lists, took.lists):
+                some += slowest(mesh, mine)
             yield 1
     for loader in loaders.values():
         loader.close()
@@ -116,14 +116,14 @@ def _batches(loader: Loader) -> Callable[[int], Iterator[Any]]:
 
 
 def training_report(times: dict[str, StepTimes]) -> dict[str, Any]:
-    """Put together what was measured: medians, and the share of a step that input costs.
+    """Put together what was measured: medians of all steps, and the share that input costs.
 
     On a machine that others use, the share of the cores' time says more than that of the clock's.
     """
     without = times["memory"]
 
     def share(took: list[float], base: list[float]) -> float:
-        return median([1 - b / a for a, b in zip(took, base)])
+        return 1 - median(base) / median(took)
 
     return {
         "step_s": {name: median(one.wall) for name, one in times.items()},
