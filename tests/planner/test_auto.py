@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from math import inf
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +19,8 @@ import tilewise as tw
 from measured_here import keep_rates, rates_here
 from tilewise import Graph, Mesh, Plan, capture
 from tilewise.auto import calls as timing
-from tilewise.auto.plan import auto_search
+from tilewise.auto import finals
+from tilewise.auto.plan import auto_search, read_plan
 from tilewise.auto.tell import tell
 from tilewise.errors import PlanError
 from tilewise.ops.kept import load
@@ -41,13 +43,21 @@ def net() -> nn.Module:
 
 
 def split(mesh: Mesh, folder: str, memory: str | None) -> tuple[str, int, float]:
-    """Parallelize twice; returns the plan, calls measured the second time, and the loss' error."""
+    """Parallelize twice; returns the plan, what was measured the second time, the loss' error."""
     with mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}):
         x, target = torch.randn(SHAPE), torch.randint(5, (4,))
         options: dict[str, Any] = {"loss": F.cross_entropy, "mesh": mesh, "memory": memory}
-        tw.parallelize(net(), x, plan="auto", **options)
+        untouched, given, before = net(), net(), torch.get_rng_state()
+        tw.parallelize(given, x, plan="auto", **options)
+        assert torch.equal(torch.get_rng_state(), before)
+        for old, new in zip(untouched.state_dict().values(), given.state_dict().values()):
+            assert torch.equal(old, new)
         counted = mock.Mock(wraps=timing._time)
-        with mock.patch.object(timing, "_time", counted):
+        tried = mock.Mock(wraps=finals.step_seconds)
+        with (
+            mock.patch.object(timing, "_time", counted),
+            mock.patch.object(finals, "step_seconds", tried),
+        ):
             model = tw.parallelize(net(), x, plan="auto", **options)
         model.eval()
         plain = net().eval()
@@ -55,7 +65,7 @@ def split(mesh: Mesh, folder: str, memory: str | None) -> tuple[str, int, float]
         x, target = torch.randn(SHAPE), torch.randint(5, (4,))
         loss = model.loss(*model.scatter(x, target))
         error = abs(float(loss) - float(F.cross_entropy(plain(x), target)))
-        return model.plan.to_json(), counted.call_count, error
+        return model.plan.to_json(), counted.call_count + tried.call_count, error
 
 
 @pytest.fixture
@@ -107,6 +117,57 @@ def telling(mesh: Mesh) -> tuple[str, str]:
 
 def test_the_first_rank_tells_the_others() -> None:
     assert ranks(3, telling) == [("größer", "")] * 3
+
+
+# -- the last word ---------------------------------------------------------------------------------
+
+
+def try_plans(mesh: Mesh, folder: str, fast: str) -> tuple[list[str], str]:
+    """Let steps under one split be the fastest; returns what was tried, and what was chosen."""
+    seen: list[str] = []
+
+    def splits(plan: Plan) -> str:
+        return " ".join(sorted({str(degrees) for degrees in plan.layers.values()}))
+
+    def pretend(mesh: Mesh, model: Any, graph: Graph, plan: Plan, device: Any) -> float:
+        seen.append(splits(plan))
+        return 1.0 if splits(plan) == fast else 2.0
+
+    with (
+        mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}),
+        mock.patch.object(finals, "step_seconds", pretend),
+        mock.patch.object(finals, "CLOSE", 1e9),
+    ):
+        return seen, splits(read_plan(graph(), "auto", mesh, model=net()))
+
+
+@pytest.mark.parametrize("fast", ["1", "n2"])
+def test_the_plan_that_runs_fastest_is_taken(folder: str, fast: str) -> None:
+    tried, chosen = ranks(2, try_plans, folder, fast)[0]
+    assert len(tried) == finals.ROUNDS * len(set(tried))
+    assert {"1", "n2"} <= set(tried)
+    assert chosen == fast
+
+
+def refuse_numbers(mesh: Mesh, folder: str) -> bool:
+    """Try plans of a model whose loss wants numbers that are never drawn."""
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output, target - 1)
+
+    with mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}):
+        captured = capture(net(), (torch.zeros(SHAPE),), loss, targets=(torch.ones(4).long(),))
+        seconds = [
+            finals.step_seconds(
+                mesh, net(), captured, Plan.uniform(captured, d), torch.device("cpu")
+            )
+            for d in ("1", "n2")
+        ]
+        return seconds == [inf, inf]
+
+
+def test_a_model_that_refuses_drawn_numbers_is_not_tried(folder: str) -> None:
+    assert ranks(2, refuse_numbers, folder) == [True, True]
 
 
 # -- what was measured, and the plan that follows --------------------------------------------------

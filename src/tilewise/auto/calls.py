@@ -38,6 +38,11 @@ def cache_file(mesh: Mesh, backend: str) -> Path:
     return folder() / f"calls-{mesh.size}-{backend}.json"
 
 
+def head(device: torch.device) -> str:
+    """Return what all times of this process depend on."""
+    return f"{machine_name()} torch {torch.__version__} {torch.get_num_threads()} threads {device}"
+
+
 def worth_measuring(calls: Sequence[SplitCall]) -> list[SplitCall]:
     """Leave out long calls under splits that the model of the machine says are hopeless."""
     best: dict[str, float] = {}
@@ -58,9 +63,9 @@ def time_calls(
     Communication: the calls' own, and one sum to agree on what is known.
     """
     path = cache_file(mesh, backend)
-    head = f"{machine_name()} torch {torch.__version__} {torch.get_num_threads()} threads {device}"
+    measured_on = head(device)
     kept = load(path)
-    known = [kept.get(f"{head} {one.key}") for one in calls]
+    known = [kept.get(f"{measured_on} {one.key}") for one in calls]
     everywhere = mesh.total([float(one is not None) for one in known] or [0.0], layer="auto")
     missing = [one for one, ranks in zip(calls, everywhere) if ranks < mesh.size]
     found = {one.key: times for one, times in zip(calls, known) if times is not None}
@@ -77,7 +82,7 @@ def time_calls(
             for i, one in enumerate(missing[begin : begin + AT_ONCE])
             if isfinite(longest[2 * i])
         }
-        store(path, {f"{head} {key}": times for key, times in new.items()})
+        store(path, {f"{measured_on} {key}": times for key, times in new.items()})
         found |= new
     return tuple(
         CallTime(call=key, forward_s=there, backward_s=back) for key, (there, back) in found.items()
@@ -90,12 +95,19 @@ def _tried(
     """Time a call; infinite where it refuses what is drawn for it, which all ranks see alike."""
     try:
         return _time(mesh, one, labels, device)
-    except (CommError, MismatchError):
-        raise
-    except (RuntimeError, ValueError, IndexError) as error:
-        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
-            raise  # of one rank perhaps; to go on would be to lose the others
+    except Exception as error:
+        refusal(error)
         return inf, inf
+
+
+def refusal(error: Exception) -> None:
+    """Raise again what is not a model's refusal of drawn numbers, which all ranks see alike."""
+    if isinstance(error, (CommError, MismatchError)):
+        raise error
+    if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+        raise error  # of one rank perhaps; to go on would be to lose the others
+    if not isinstance(error, (RuntimeError, ValueError, IndexError)):
+        raise error
 
 
 def _time(
@@ -116,7 +128,7 @@ def _time(
         bound.local = lowered.in_place
     has = dict(zip(node.values(), one.grads))
     leaves = [
-        _drawn(value, need.cover if source is None else source, mesh.rank, device).requires_grad_(
+        drawn(value, need.cover if source is None else source, mesh.rank, device).requires_grad_(
             value.origin == "parameter" or has.get(value, False)
         )
         for value, need, source in zip(lowered.operands, operation.needs, sources, strict=True)
@@ -183,7 +195,7 @@ def _empty_backward(device: torch.device) -> float:
     return median(times)
 
 
-def _drawn(value: Value, where: Any, rank: int, device: torch.device) -> Tensor:
+def drawn(value: Value, where: Any, rank: int, device: torch.device) -> Tensor:
     """Return something of the shape that a rank holds of a value."""
     shape = where.local_shape(rank)
     constant = value.constant

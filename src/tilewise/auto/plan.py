@@ -1,4 +1,4 @@
-"""`plan="auto"`: measure once, search, and use what was found.
+"""`plan="auto"`: measure once, search, try the best ones, and use the fastest.
 
 Measurements are kept on disk, so that the next run of the same model on the same machine only
 searches. Rank 0 searches and tells the others.
@@ -6,6 +6,7 @@ searches. Rank 0 searches and tells the others.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Generator
 from typing import Any
@@ -16,7 +17,8 @@ from torch import nn
 
 from tilewise.auto.calibrate import Measured, calibrate, machine_of
 from tilewise.auto.calls import time_calls, worth_measuring
-from tilewise.auto.tell import tell
+from tilewise.auto.finals import fastest, finalists
+from tilewise.auto.tell import tell, told
 from tilewise.comm import Mesh
 from tilewise.errors import PlanError
 from tilewise.graph.captured import Graph, as_tuple, capture
@@ -64,7 +66,7 @@ def parallelize(
     """
     mesh = Mesh() if mesh is None else mesh
     graph = capture(model, inputs, loss, targets=None if targets is None else as_tuple(targets))
-    chosen = read_plan(graph, plan, mesh, memory=memory, device=device_of(model))
+    chosen = read_plan(graph, plan, mesh, memory=memory, model=model)
     return ParallelModel(model, graph, chosen, mesh, seed=seed, read_halos=read_halos)
 
 
@@ -74,23 +76,52 @@ def read_plan(
     mesh: Mesh,
     *,
     memory: str | int | None = None,
-    device: torch.device | None = None,
+    model: nn.Module | None = None,
 ) -> Plan:
-    """Read a plan in any of the forms that `parallelize` takes, `auto` among them."""
+    """Read a plan in any of the forms that `parallelize` takes, `auto` among them.
+
+    An `auto` plan for training needs the model: the best ones by prediction are tried on it.
+    """
     if plan != AUTO:
         if memory is not None:
             raise PlanError("plan: memory limits an 'auto' plan only; leave it out")
         return as_plan(graph, plan)
     if mesh.size == 1:
         return Plan.uniform(graph, "1")
-    running = auto_search(graph, mesh, memory=memory, device=device)
-    while True:
-        try:
-            next(running)
-        except StopIteration as ended:
-            found: Found | None = ended.value
-            text = tell(mesh, None if found is None else found.plan.to_json())
-            return Plan.from_json(text)
+    with torch.random.fork_rng():  # what is drawn depends on what was measured before
+        running = auto_plan(graph, mesh, memory=memory, model=model)
+        while True:
+            try:
+                next(running)
+            except StopIteration as ended:
+                found: tuple[Plan, Found | None] = ended.value
+                return found[0]
+
+
+def auto_plan(
+    graph: Graph,
+    mesh: Mesh,
+    *,
+    memory: str | int | None = None,
+    optimizer: str = "adam",
+    model: nn.Module | None = None,
+) -> Generator[str, None, tuple[Plan, Found | None]]:
+    """Search, and try the best plans on the model; returns the plan, and on rank 0 what was found.
+
+    Yields what is being measured.
+    """
+    device = device_of(model)
+    found = yield from auto_search(graph, mesh, memory=memory, optimizer=optimizer, device=device)
+
+    def listed() -> str:
+        assert found is not None
+        return json.dumps([one.to_json() for one in finalists(found)])
+
+    plans = [Plan.from_json(text) for text in json.loads(told(mesh, listed))]
+    if model is None or on_meta(model) or len(plans) == 1:
+        return plans[0], found
+    chosen = yield from fastest(mesh, model, graph, plans, device, _backend())
+    return chosen, found
 
 
 def auto_search(
@@ -106,7 +137,7 @@ def auto_search(
     Yields what is being measured.
     """
     device = torch.device("cpu") if device is None else device
-    backend = dist.get_backend() if dist.is_initialized() else "gloo"
+    backend = _backend()
     machine = yield from local_machine(mesh, backend)
     dtype = _dtype(graph)
     if dtype not in machine.compute:
@@ -129,20 +160,19 @@ def auto_search(
             break
         yield f"layers: {done} of {total}"
     machine = machine.model_copy(update={"call_times": times})
-    found: Found | None = None
-    failed: str | None = None
-    if mesh.rank == 0:
-        try:
-            found = search(
+    found: list[Found] = []
+
+    def find() -> str:
+        found.append(
+            search(
                 graph, devices=mesh.size, machine=machine, memory=memory, optimizer=optimizer,
                 dtype=dtype, time_limit=TIME_LIMIT,
-            )  # fmt: skip
-        except Exception as error:  # whatever it is, the others wait for an answer
-            failed = str(error) or repr(error)
-    told = tell(mesh, (failed or "") if mesh.rank == 0 else None)
-    if told:
-        raise PlanError(told)
-    return found
+            )
+        )  # fmt: skip
+        return ""
+
+    told(mesh, find)
+    return found[0] if found else None
 
 
 def local_machine(mesh: Mesh, backend: str) -> Generator[str, None, Machine]:
@@ -186,12 +216,19 @@ def fits_here(machine: Machine) -> bool:
     return machine_name() in said and torch.__version__ in said
 
 
-def device_of(model: nn.Module) -> torch.device:
+def device_of(model: nn.Module | None) -> torch.device:
     """Return where a model computes."""
-    first = next(model.parameters(), None)
-    if first is None or first.device.type == "meta":
-        return torch.device("cpu")
-    return first.device
+    first = None if model is None or on_meta(model) else next(model.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def on_meta(model: nn.Module) -> bool:
+    """Whether a model has no values yet."""
+    return any(one.device.type == "meta" for one in model.parameters())
+
+
+def _backend() -> str:
+    return dist.get_backend() if dist.is_initialized() else "gloo"
 
 
 def _dtype(graph: Graph) -> str:

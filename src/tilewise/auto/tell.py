@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from tilewise.comm import Exchange, Mesh
+from tilewise.errors import PlanError
 from tilewise.layout import Axis, Layout
 
 
@@ -25,3 +28,18 @@ def tell(mesh: Mesh, text: str | None) -> str:
         return ""
     padded = mine or bytes(int(length))
     return bytes(map(int, mesh.total(list(padded), layer="tell"))).decode()
+
+
+def told(mesh: Mesh, make: Callable[[], str]) -> str:
+    """Return on every rank what rank 0 makes; where it fails, all ranks raise."""
+    text = failed = None
+    if mesh.rank == 0:
+        text = failed = ""
+        try:
+            text = make()
+        except Exception as error:  # whatever it is, the others wait for an answer
+            failed = str(error) or repr(error)
+    why = tell(mesh, failed)
+    if why:
+        raise PlanError(why)
+    return tell(mesh, text)

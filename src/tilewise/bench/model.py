@@ -22,6 +22,7 @@ from tilewise.auto.tell import slowest
 from tilewise.bench.memory import LiveBytes
 from tilewise.bench.timing import spread
 from tilewise.comm import Mesh
+from tilewise.comm.silent import SilentMesh
 from tilewise.graph import ParallelModel
 from tilewise.testing.verify import LOSSES, draw_targets
 
@@ -30,7 +31,11 @@ Step = Callable[[], None]
 
 @dataclass
 class ModelRow:
-    """A model under one plan; times are medians in seconds, bytes those that a step adds."""
+    """A model under one plan; times are medians in seconds, bytes those that a step adds.
+
+    `local_s` is the split step without messages: what the ranks' own arithmetic takes, all of them
+    computing at once. `efficiency` is its share of the split step.
+    """
 
     model: str
     plan: str
@@ -38,10 +43,12 @@ class ModelRow:
     serial_1t_s: float
     serial_pt_s: float
     ddp_s: float | None
+    local_s: float
     split_s: float
     speedup_vs_1t: float
     speedup_vs_pt: float
     speedup_vs_ddp: float | None
+    efficiency: float
     peak_bytes_serial: int
     peak_bytes_split: int
     serial_spread: float
@@ -62,17 +69,20 @@ def measure_model(
     with_ddp = _ddp_step(mesh, copy.deepcopy(model), inputs, targets, loss)
     parallel = parallelize(model, tuple(inputs), plan, loss=loss, targets=targets, mesh=mesh)
     split = split_step(mesh, parallel, inputs, targets)
+    silent = SilentMesh(mesh.size, mesh.rank)
+    same = parallelize(model, tuple(inputs), parallel.plan, loss=loss, targets=targets, mesh=silent)
+    local = split_step(silent, same, inputs, targets)
     peaks = [_peak(split), 0]
     if serial is not None:
         peaks[1] = _peak(serial)
-    times: dict[str, list[float]] = {"one": [], "many": [], "ddp": [], "split": []}
+    times: dict[str, list[float]] = {"one": [], "many": [], "ddp": [], "local": [], "split": []}
     for done in range(rounds + 1):
         if serial is not None:
             times["one"].append(timed(serial)[0])
             torch.set_num_threads(mesh.size)
             times["many"].append(timed(serial)[0])
             torch.set_num_threads(1)
-        for kind, step in (("ddp", with_ddp), ("split", split)):
+        for kind, step in (("ddp", with_ddp), ("local", local), ("split", split)):
             mesh.agree("bench")
             if step is not None:
                 times[kind].append(timed(step)[0])
@@ -80,10 +90,11 @@ def measure_model(
     middle = [median(found[1:]) if found else 0.0 for found in times.values()]
     scatter = spread(times["one"][1:]) if first else 0.0
     found = slowest(mesh, [*middle, scatter, *map(float, peaks)])
-    one, many, ddp, split_s, scatter, peak_split, peak_serial = found
+    one, many, ddp, local_s, split_s, scatter, peak_split, peak_serial = found
     return ModelRow(
-        name, str(plan), mesh.size, one, many, ddp or None, split_s, one / split_s, many / split_s,
-        ddp / split_s if ddp else None, int(peak_serial), int(peak_split), scatter,
+        name, str(plan), mesh.size, one, many, ddp or None, local_s, split_s, one / split_s,
+        many / split_s, ddp / split_s if ddp else None, local_s / split_s,
+        int(peak_serial), int(peak_split), scatter,
     )  # fmt: skip
 
 

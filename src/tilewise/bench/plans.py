@@ -5,10 +5,8 @@ All plans are measured in turn in every round, so that their ratios hold on a no
 
 from __future__ import annotations
 
-import gc
 import json
 import random
-import time
 from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -18,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tilewise.auto import auto_search
-from tilewise.auto.tell import slowest, tell
-from tilewise.bench.model import split_step
+from tilewise.auto import auto_plan
+from tilewise.auto.finals import step_seconds, uniform_plans
+from tilewise.auto.tell import told
 from tilewise.comm import Mesh
-from tilewise.graph import Graph, ParallelModel, capture
+from tilewise.graph import capture
 from tilewise.layout import Degrees
 from tilewise.plan import Plan
 from tilewise.planner.candidates import all_degrees
@@ -31,7 +29,7 @@ from tilewise.testing.verify import LOSSES, draw_targets
 
 LEAST = 10
 MIXES = 4
-STEPS = 3
+TRIES = 200
 CHANGES = 0.15
 
 
@@ -53,14 +51,14 @@ class PlanRow:
 
 @dataclass
 class PlanRows:
-    """All plans of a model, the found one first."""
+    """All plans of a model, the auto plan first."""
 
     rows: list[PlanRow]
     layers: dict[str, str]
 
     @property
     def regret(self) -> float:
-        """How many times the fastest plan's time the found one takes."""
+        """How many times the fastest plan's time the auto plan takes."""
         return self.rows[0].measured_s / min(row.measured_s for row in self.rows)
 
     @property
@@ -102,16 +100,24 @@ def measure_plans(
 ) -> Generator[str, None, PlanRows]:
     """Find the plan of a model, and measure it beside others; yields what is going on."""
     torch.set_num_threads(1)
+    device = torch.device("cpu")
     targets = draw_targets(model, inputs, "mse")
     graph = capture(model, tuple(inputs), LOSSES["mse"], targets=targets)
-    found = yield from auto_search(graph, mesh, optimizer="momentum")
-    text = tell(mesh, None if found is None else json.dumps(_plans(found)))
-    plans = [(name, Plan.from_json(plan), seconds) for name, plan, seconds in json.loads(text)]
+    chosen, found = yield from auto_plan(graph, mesh, optimizer="momentum", model=model)
+
+    def listed() -> str:
+        assert found is not None
+        return json.dumps(_plans(chosen, found))
+
+    plans = [
+        (name, Plan.from_json(plan), seconds)
+        for name, plan, seconds in json.loads(told(mesh, listed))
+    ]
     times: list[list[float]] = [[] for _ in plans]
     for number in range(1, rounds + 1):
         for (name, plan, _), seconds in zip(plans, times, strict=True):
             yield f"round {number} of {rounds}: {name}"
-            seconds.append(_measured(mesh, model, graph, plan, inputs, targets))
+            seconds.append(step_seconds(mesh, model, graph, plan, device))
     rows = [
         PlanRow(name, predicted, median(seconds))
         for (name, _, predicted), seconds in zip(plans, times, strict=True)
@@ -120,43 +126,23 @@ def measure_plans(
     return PlanRows(rows, layers)
 
 
-def _measured(
-    mesh: Mesh,
-    model: nn.Module,
-    graph: Graph,
-    plan: Plan,
-    inputs: Sequence[Tensor],
-    targets: tuple[Tensor, ...],
-) -> float:
-    """Return the seconds of a step on the slowest rank, after a first one that tunes."""
-    step = split_step(mesh, ParallelModel(model, graph, plan, mesh), inputs, targets)
-    step()
-    times = []
-    for _ in range(STEPS):
-        mesh.agree("bench")
-        start = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
-    del step
-    gc.collect()
-    return slowest(mesh, [median(times)])[0]
-
-
-def _plans(found: Found) -> list[tuple[str, str, float]]:
-    """List the plan that was found, all uniform ones and some mixes, with predicted times."""
-    plans = {"auto": found.plan}
-    every = all_degrees(found.devices)
-    seen = {found.plan.to_json()}
-    for row in every[every.prod(1) == found.devices]:
-        degrees = Degrees(*map(int, row))
-        plan = found.formulation.plan(found.formulation.nearest(degrees))
-        if plan.to_json() not in seen:
-            seen.add(plan.to_json())
-            plans[str(degrees)] = plan
+def _plans(chosen: Plan, found: Found) -> list[tuple[str, str, float]]:
+    """List the auto plan, what the search found, all uniform plans and some mixes, with times."""
+    names: dict[str, str] = {}
+    for name, plan in {"auto": chosen, "predicted": found.plan, **uniform_plans(found)}.items():
+        names.setdefault(plan.to_json(), name)
     draw = random.Random(0)
-    for number in range(max(MIXES, LEAST + 1 - len(plans))):
-        plans[f"mix {number + 1}"] = _mix(found, draw)
-    return [(name, plan.to_json(), found.price(plan).step_seconds) for name, plan in plans.items()]
+    mixes = 0
+    for _ in range(TRIES):
+        if mixes >= MIXES and len(names) > LEAST:
+            break
+        text = _mix(found, draw).to_json()
+        if text not in names:
+            mixes += 1
+            names[text] = f"mix {mixes}"
+    return [
+        (name, text, found.price(Plan.from_json(text)).step_seconds) for text, name in names.items()
+    ]
 
 
 def _mix(found: Found, draw: random.Random) -> Plan:

@@ -7,12 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from tilewise.comm import Exchange, Mesh
-from tilewise.comm.clock import Clock
+from tilewise.comm import Exchange
 from tilewise.comm.exchange import KINDS
 from tilewise.comm.mesh import Group
-from tilewise.comm.trace import Trace
-from tilewise.errors import MismatchError
+from tilewise.comm.silent import SilentMesh
 from tilewise.graph.steps import Arrive, Early, Step, WriteBack
 from tilewise.layout import Cover
 from tilewise.ops.operation import Bound, Need
@@ -22,53 +20,29 @@ GRADIENTS = "gradients of "
 BACKWARD = " (backward)"
 
 
-class _Done:
-    """A message that has arrived, for all that anyone can tell."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-class SimulatedMesh(Mesh):
-    """Rank `rank` of `size`, alone, behind the interface of a mesh.
-
-    It opens no process group. What is sent and summed goes to the recorder.
-    """
+class SimulatedMesh(SilentMesh):
+    """A rank whose messages go to the recorder instead of to others."""
 
     def __init__(self, size: int, rank: int) -> None:
-        self.trace = Trace()
-        self.world_ranks = tuple(range(size))
-        self.rank = rank
-        self.clock = Clock()
+        super().__init__(size, rank)
         self.recorder: Recorder | None = None
         self.kinds: dict[int, str] = {}
-        self._next_tag = 0
-        self._groups = {}
-        self._side = None
-
-    def group(self, ranks: Sequence[int] | None = None) -> Group:
-        """Return the group of some ranks, which nothing joins."""
-        return Group(self.world_ranks if ranks is None else tuple(ranks), None)
 
     def send(self, buffer: Tensor, peer: int, *, tag: int, layer: str) -> Any:
         """Note a message to a peer."""
         self.trace.add("send", layer, (peer,), _bytes(buffer))
         self._message(buffer, peer, tag, layer, sent=True)
-        return _Done()
+        return super().send(buffer, peer, tag=tag, layer=layer)
 
     def receive(self, buffer: Tensor, peer: int, *, tag: int, layer: str) -> Any:
-        """Note a message from a peer; the buffer stays as it is."""
+        """Note a message from a peer."""
         self._message(buffer, peer, tag, layer, sent=False)
-        return _Done()
-
-    def wait(
-        self, work: Any, operation: str, *, peer: int, layer: str, kind: str = "redistribution"
-    ) -> None:
-        """Go on at once."""
+        return super().receive(buffer, peer, tag=tag, layer=layer)
 
     def sum(self, buffer: Tensor, group: Group, *, layer: str, wait: bool = True) -> Any:
         """Note a sum."""
-        if group.size == 1 or not buffer.numel():
+        work = super().sum(buffer, group, layer=layer, wait=wait)
+        if work is None:
             return None
         self.trace.add("sum", layer, group.ranks, _bytes(buffer))
         if self.recorder is not None:
@@ -76,26 +50,15 @@ class SimulatedMesh(Mesh):
             where = self.recorder.here(None if gradients else _plain(layer))
             kind = "gradients" if gradients else "sum"
             where.events.append(Sum(kind, group.ranks, _bytes(buffer)))
-        return _Done()
-
-    def finish(self, work: Any, group: Group, *, layer: str) -> None:
-        """Go on at once."""
+        return work
 
     def total(self, numbers: Sequence[float], *, layer: str) -> list[float]:
-        """Note a sum of what hosts know; all others bring what this rank does."""
+        """Note a sum of what hosts know."""
         if self.size > 1 and self.recorder is not None:
             self.trace.add("sum", layer, self.world_ranks, 4 * len(numbers))
             where = self.recorder.here("output")
             where.events.append(Sum("sum", self.world_ranks, 4 * len(numbers)))
-        return [float(number) * self.size for number in numbers]
-
-    def agree(self, what: str, facts: object = None, *, error: str | None = None) -> None:
-        """Raise this rank's own error; the others agree."""
-        if error is not None:
-            raise MismatchError(f"{what}: {error}")
-
-    def close(self) -> None:
-        """Do nothing: nothing was opened."""
+        return super().total(numbers, layer=layer)
 
     def learn(self, steps: Iterable[Step]) -> None:
         """Learn from a program what its messages are for."""

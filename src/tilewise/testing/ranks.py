@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from tilewise.comm.pool import Pool, RanksError
@@ -12,6 +13,8 @@ from tilewise.errors import CommError
 __all__ = ["RanksError", "ranks"]
 
 POOL_SIZE = 8
+# Of every group that gloo has open, a thread wakes up a hundred times a second.
+MOST_THREADS = 100
 
 
 def ranks(
@@ -36,9 +39,17 @@ _pools: dict[int, Pool] = {}
 
 
 def _pool(size: int) -> Pool:
+    if size in _pools and _threads(_pools[size]) > MOST_THREADS:
+        _pools[size].close()
     if size not in _pools or _pools[size].closed:
         _pools[size] = Pool(size)
     return _pools[size]
+
+
+def _threads(pool: Pool) -> int:
+    """Return how many threads a pool's first rank has, where the system tells."""
+    threads = Path(f"/proc/{pool.pids[0]}/task")
+    return len(list(threads.iterdir())) if threads.is_dir() else 0
 
 
 @atexit.register

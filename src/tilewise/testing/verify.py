@@ -100,7 +100,8 @@ def verify(
     targets = draw_targets(model, inputs, loss)
     if graph is None:
         graph = capture(model, tuple(inputs), LOSSES[loss], targets=targets)
-    split = ParallelModel(copy.deepcopy(model), graph, read_plan(graph, plan, mesh), mesh)
+    chosen = read_plan(graph, plan, mesh, model=model)
+    split = ParallelModel(copy.deepcopy(model), graph, chosen, mesh)
     result.fallbacks, result.notes = split.fallbacks, split.plan.notes
     serial = _serial(model, inputs, LOSSES[loss], split) if mesh.rank == 0 else None
     found = _compare_first_pass(mesh, split, serial, inputs, targets, result)

@@ -170,7 +170,8 @@ def planned(
     """Capture the model with its loss, and plan it for the ranks of a mesh."""
     graph = capture(model, x, loss_function(recipe), targets=targets)
     limit = recipe.memory if recipe.plan == AUTO else None
-    return graph, with_options(read_plan(graph, recipe.plan, mesh, memory=limit), recipe)
+    plan = read_plan(graph, recipe.plan, mesh, memory=limit, model=model)
+    return graph, with_options(plan, recipe)
 
 
 def with_options(plan: Plan, recipe: Recipe) -> Plan:

@@ -1,0 +1,148 @@
+"""The last word on a plan: the best ones by prediction run for real, in turn.
+
+What is predicted from single calls does not know how ranks that wait for each other share their
+cores and memory in a whole step. So a few plans that come close to the best prediction each run
+some steps, and the fastest one is taken. It is kept on disk for the next time.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import time
+from collections.abc import Callable, Generator, Sequence
+from math import inf
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from tilewise.auto.calls import drawn, head, refusal
+from tilewise.auto.tell import slowest, tell
+from tilewise.comm import Mesh
+from tilewise.graph.captured import Graph
+from tilewise.graph.parallel import ParallelModel
+from tilewise.layout import Degrees
+from tilewise.ops.kept import folder, load, store
+from tilewise.plan import Plan
+from tilewise.planner.candidates import all_degrees
+from tilewise.planner.search import Found
+
+CLOSE = 1.6  # how many times the best prediction's time a plan may be predicted to take
+PLANS = 6
+ROUNDS = 3
+STEPS = 3
+SECONDS = 60.0  # after which no further round begins
+
+
+def uniform_plans(found: Found) -> dict[str, Plan]:
+    """Return the plans that give all layers the same degrees where they can have them."""
+    every = all_degrees(found.devices)
+    plans = {}
+    for row in every[(every.prod(1) == found.devices) | (every.prod(1) == 1)]:
+        degrees = Degrees(*map(int, row))
+        plans[str(degrees)] = found.formulation.plan(found.formulation.nearest(degrees))
+    return plans
+
+
+def finalists(found: Found) -> list[Plan]:
+    """Return the plan that was found, and those in common use that come close and fit."""
+    usual = [*uniform_plans(found).values(), *(one.plan for one in found.baselines.values())]
+    others = {plan.to_json(): plan for plan in usual}
+    others.pop(found.plan.to_json(), None)
+    priced = sorted(map(found.price, others.values()), key=lambda one: one.step_seconds)
+    limit = CLOSE * found.step_seconds
+    close = [one.plan for one in priced if one.fits and one.step_seconds <= limit]
+    return [found.plan, *close[: PLANS - 1]]
+
+
+def fastest(
+    mesh: Mesh,
+    model: nn.Module,
+    graph: Graph,
+    plans: Sequence[Plan],
+    device: torch.device,
+    backend: str,
+) -> Generator[str, None, Plan]:
+    """Return the plan whose steps are the fastest, known or measured now; yields what runs."""
+    path = _kept_in(mesh, backend)
+    key = f"{head(device)} {_digest(graph, plans)}"
+    known = tell(mesh, str(load(path).get(key, "")) if mesh.rank == 0 else None)
+    if known:
+        return plans[int(known)]
+    times: list[list[float]] = [[] for _ in plans]
+    began = time.monotonic()
+    for number in range(1, ROUNDS + 1):
+        for index, (plan, seconds) in enumerate(zip(plans, times), start=1):
+            yield f"plans: {index} of {len(plans)}, round {number} of {ROUNDS}"
+            seconds.append(step_seconds(mesh, model, graph, plan, device))
+        if slowest(mesh, [time.monotonic() - began])[0] > SECONDS:
+            break
+    middles = [median(seconds) for seconds in times]
+    best = min(range(len(plans)), key=middles.__getitem__)
+    if mesh.rank == 0:
+        store(path, {key: best})
+    return plans[best]
+
+
+def step_seconds(
+    mesh: Mesh, model: nn.Module, graph: Graph, plan: Plan, device: torch.device
+) -> float:
+    """Return the seconds of a training step on the slowest rank, after a first one that tunes.
+
+    Infinite where the model refuses what is drawn for it. The model itself stays as it is.
+    """
+    step = _step(mesh, ParallelModel(model, graph, plan, mesh).train(), graph, device)
+    times = []
+    try:
+        step()
+        for _ in range(STEPS):
+            mesh.agree("auto")
+            start = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - start)
+    except Exception as error:
+        refusal(error)
+        times = [inf]
+    del step
+    gc.collect()
+    return slowest(mesh, [median(times)])[0]
+
+
+def _step(
+    mesh: Mesh, split: ParallelModel, graph: Graph, device: torch.device
+) -> Callable[[], None]:
+    """Return a step on drawn slabs."""
+    values = [value for value in graph.training.inputs if value.origin == "input"]
+    slabs = [
+        drawn(value, layout, mesh.rank, device)
+        for value, layout in zip(values, split.input_layouts, strict=True)
+    ]
+    call = split if graph.loss is None else split.loss
+    optimizer = torch.optim.SGD(split.parameters(), lr=1e-6, momentum=0.9)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        outputs = [
+            one for one in tree_leaves(call(*slabs)) if isinstance(one, Tensor) and one.grad_fn
+        ]
+        torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
+        optimizer.step()
+
+    return step
+
+
+def _kept_in(mesh: Mesh, backend: str) -> Path:
+    return folder() / f"plans-{mesh.size}-{backend}.json"
+
+
+def _digest(graph: Graph, plans: Sequence[Plan]) -> str:
+    """Name a model's calls and the plans to choose from."""
+    calls = [
+        (node.name, node.kind, [(value.shape, value.dtype) for value in node.values()])
+        for node in graph.training.nodes
+    ]
+    text = repr(calls) + "".join(plan.to_json() for plan in plans)
+    return hashlib.sha256(text.encode()).hexdigest()
