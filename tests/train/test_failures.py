@@ -137,7 +137,7 @@ def test_a_run_restarts_and_ends_as_if_undisturbed(place: Place) -> None:
     code, said = place.run("restarted", *options, fault="SIGKILL", step=6)
     assert code == 0, said
     assert "starting again from the last checkpoint (restart 1 of 2)" in said
-    assert "from step 4" in said
+    assert re.search("from step [24]", said)  # what was being written when it died is lost
     assert place.losses("restarted") == pytest.approx(place.losses("undisturbed"), rel=1e-12)
 
 
