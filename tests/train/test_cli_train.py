@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,11 @@ import pytest
 from typer.testing import CliRunner
 
 from small_runs import losses, make_set, recipe
+from tilewise import Mesh
 from tilewise.cli.app import app
+from tilewise.cli.crew import Crew
+from tilewise.errors import MismatchError
+from tilewise.testing import ranks
 from tilewise.train.journal import METRICS, read_journal
 
 COMMAND = [sys.executable, "-m", "tilewise"]
@@ -71,3 +77,37 @@ def test_train_and_predict_on_local_ranks_and_under_torchrun(
     assert json.loads(checked.stdout)["slab_shape"] == [4, 2, 3, 6, 5]
     wrong = CliRunner().invoke(app, ["train", "own.toml", "--set", "train.lrr=1"])
     assert str(wrong.exception).startswith("recipe own.toml: there is no key train.lrr; did you")
+
+
+# -- one process for all ---------------------------------------------------------------------------
+
+
+def prepare(mesh: Mesh, fail: bool) -> tuple[int, int, str]:
+    """Let the first rank work for all; returns how often it worked and said so, and errors."""
+    crew = object.__new__(Crew)
+    crew.mesh, crew.timeout = mesh, 0.04
+    steps = 0
+
+    def work(tick: Callable[[], None]) -> None:
+        nonlocal steps
+        for _ in range(5):
+            time.sleep(0.02)
+            steps += 1
+            tick()
+        if fail:
+            raise OSError("no space left")
+
+    with mesh.trace.record() as events:
+        try:
+            crew.first_alone("data", work)
+        except MismatchError as error:
+            return steps, len(events), str(error)
+    return steps, len(events), ""
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_the_first_rank_works_for_all_and_keeps_them_waiting(fail: bool) -> None:
+    found = ranks(3, prepare, fail)
+    assert [steps for steps, _, _ in found] == [5, 0, 0]
+    assert {told for _, told, _ in found} == {6}
+    assert {said for _, _, said in found} == {"data: rank 0: no space left" if fail else ""}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -25,16 +26,30 @@ from tilewise.comm.pool import Pool, exhausted
 from tilewise.errors import CommError
 from tilewise.train.supervise import explained, supervise
 
+TICK_S = 5.0
+
 
 class Crew:
     """Ranks to run functions on, as a context.
 
     Under torchrun, mpiexec or srun every rank runs the command; all get the same results, and the
     first one speaks. Otherwise `ranks` local processes are started.
+
+    Args:
+        timeout: seconds to wait for a rank that does not answer the others.
+        limit: seconds that a call of `run` may take; the timeout by default.
     """
 
-    def __init__(self, ranks: int, *, backend: str = "gloo", timeout: float = 600.0) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        *,
+        backend: str = "gloo",
+        timeout: float = 600.0,
+        limit: float | None = None,
+    ) -> None:
         self.backend, self.timeout = backend, timeout
+        self.limit = timeout if limit is None else limit
         self.pool: Pool | None = None
         self.mesh: Mesh | None = None
         try:
@@ -97,6 +112,34 @@ class Crew:
         elif error is not None:
             raise InputError(f"{what}: {error}")
 
+    def first_alone(self, what: str, work: Callable[[Callable[[], None]], Any]) -> None:
+        """Let the first process work for all, and raise on all of them where it fails.
+
+        The others wait for as long as `work` calls what it is given now and then.
+        """
+        if self.mesh is None:
+            work(lambda: None)
+            return
+        mesh, problem = self.mesh, None
+        if self.first:
+            told = time.monotonic()
+
+            def tick() -> None:
+                nonlocal told
+                if time.monotonic() - told > min(TICK_S, self.timeout / 4):
+                    mesh.total([0.0], layer=what)
+                    told = time.monotonic()
+
+            try:
+                work(tick)
+            except Exception as error:
+                problem = str(error) or repr(error)
+            mesh.total([1.0], layer=what)
+        else:
+            while not mesh.total([0.0], layer=what)[0]:
+                pass
+        mesh.agree(what, error=problem)
+
     def follow(
         self,
         function: Callable[..., Any],
@@ -145,7 +188,7 @@ class Crew:
             if self.pool is None:
                 self.pool = self.start()
             everyone = tuple(range(self.size))
-            return self.pool.run(everyone, function, arguments, self.timeout, progress)
+            return self.pool.run(everyone, function, arguments, self.limit, progress)
         result: Any = function(self.mesh, *arguments)
         if inspect.isgenerator(result):
             result = exhausted(result, progress)

@@ -20,8 +20,7 @@ from tilewise.train.manifest import Manifest
 from tilewise.train.predict import predict as predict_on_rank
 from tilewise.train.predict import recipe_of
 from tilewise.train.resume import checkpoint_in
-
-LIMIT = 24 * 3600.0
+from tilewise.train.supervise import FOREVER_S
 
 
 def predict(
@@ -37,6 +36,7 @@ def predict(
         bool, typer.Option("--classes", help="write the likeliest class of each element")
     ] = False,
     backend: Annotated[str, typer.Option(help="gloo, mpi or nccl")] = "gloo",
+    timeout: Annotated[float, typer.Option(help="seconds to wait for a silent rank")] = 300.0,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Predict DATA with the model of CHECKPOINT, each rank writing its own slabs."""
@@ -53,7 +53,7 @@ def predict(
         chosen = json.dumps(saved.plan) if count == saved.ranks else recipe.plan
     check_output(output)
     partial = output.with_name(f".{output.stem}.partial{output.suffix}")
-    crew = Crew(count, backend=backend, timeout=LIMIT)
+    crew = Crew(count, backend=backend, timeout=timeout, limit=FOREVER_S)
     if crew.first:
         _remove(partial)
     crew.meet("predict")

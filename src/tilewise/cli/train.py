@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -69,6 +69,8 @@ def train(
     console = Console(stderr=True, quiet=json_)
     with claimed(crew, folder, resume), Show(console) as show, crew:
         prepare_data(found, crew, show)
+        if max_restarts and crew.mesh is not None:
+            show.say("--max-restarts is for local ranks; a launcher starts its own again")
 
         def arguments(attempt: int) -> tuple[Any, ...]:
             saved = attempt and any((folder / CHECKPOINTS).glob("step-*"))
@@ -147,7 +149,16 @@ def ranks_of(recipe: Recipe) -> int:
 def prepare_data(recipe: Recipe, crew: Crew, show: Show) -> None:
     """Make the recipe's set if there is none, on one process only."""
     make = recipe.data.make
-    if make is not None and not Path(recipe.data.path).exists() and crew.first:
-        show.making(make.kind, make.count)
-        make_missing(recipe.data, show.made)
-    crew.meet("data")
+    if make is None:
+        return
+
+    def missing(tick: Callable[[], None]) -> None:
+        def made(count: int) -> None:
+            show.made(count)
+            tick()
+
+        if not Path(recipe.data.path).exists():
+            show.making(make.kind, make.count)
+            make_missing(recipe.data, made)
+
+    crew.first_alone("data", missing)
