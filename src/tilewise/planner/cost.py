@@ -206,8 +206,9 @@ def _add_compute(
         np.zeros(len(form.table)),
     )
     back = any(value in grads for _, value in moving)
-    cost.workspace_bytes += _workspace(form, setting, brought, given)
-    cost.burst_bytes += given + brought * back + cost.workspace_bytes
+    forward, backward = _workspace(form, setting, brought, given)
+    cost.workspace_bytes += forward
+    cost.burst_bytes += given + brought * back + backward
     if not node.flops:
         cost.compute_forward += memory_s(machine, brought + given)
         cost.compute_backward += back * memory_s(machine, brought + given)
@@ -229,18 +230,25 @@ def _add_compute(
     _use_measured(cost, form, setting)
 
 
-def _workspace(form: Form, setting: Setting, brought: Floats, given: Floats) -> Floats:
-    """Return the copy that a convolution makes of its operand or result in blocks of channels."""
+def _workspace(
+    form: Form, setting: Setting, brought: Floats, given: Floats
+) -> tuple[Floats, Floats]:
+    """Return the copies that a convolution makes in blocks of channels, forward and backward.
+
+    Forward it is one of operand and result; the gradient of the weight needs both, unless there are
+    too few channels for a block: then the operand is read as it lies.
+    """
     block = setting.machine.workspace_channel_block
     if block == 1 or not form.node.kind.startswith("conv"):
-        return np.zeros_like(brought)
+        return np.zeros_like(brought), np.zeros_like(brought)
     channels = form.share("need", 0, ("cf",)) * form.operands[0].shape[1]
     filters = form.share("give", 0, ("cf",)) * form.node.out.shape[1]
-    copies = [
+    operand, result = (
         size * np.ceil(count / block) * block / np.maximum(count, 1.0)
         for size, count in ((brought, channels), (given, filters))
-    ]
-    return np.maximum(*copies)
+    )
+    one = np.maximum(operand, result)
+    return one, np.where(channels >= block, operand + result, one)
 
 
 def _use_measured(cost: NodeCost, form: Form, setting: Setting) -> None:

@@ -7,7 +7,7 @@ their gradients are not there yet when it begins. Here each call is looked at in
     forward of call i     blocks and states + kept up to i + workspace of i
     backward of call i    blocks and states + kept up to i, but for results that only later calls
                           keep + gradients from i on + burst of i, or after it a copy of the
-                          bucket of gradients that is complete then
+                          small gradients of the bucket that is complete then
     optimizer             blocks and states + all gradients + temporaries of one parameter
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tilewise.graph.sync import BUCKET_BYTES
+from tilewise.graph.sync import ALONE_BYTES, BUCKET_BYTES
 from tilewise.planner.formulate import Formulation
 from tilewise.planner.rows import chosen_moves
 
@@ -79,9 +79,10 @@ def moments(found: Formulation, choice: Sequence[int]) -> Moments:
 
 
 def _buckets(shared: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the size of the bucket of gradients that begins with each call, as sync.py fills it.
+    """Return what is copied for the bucket of gradients that begins with each call.
 
-    Backward comes to that call last, so there the bucket is complete.
+    As sync.py fills it: large gradients are summed where they lie. Backward comes to that call
+    last, so there the bucket is complete.
     """
     out = np.zeros_like(shared)
     begin, size = 0, 0.0
@@ -91,5 +92,5 @@ def _buckets(shared: NDArray[np.float64]) -> NDArray[np.float64]:
         if not size:
             begin = index
         size += one
-        out[begin] = size
+        out[begin] += one if one < ALONE_BYTES else 0.0
     return out
