@@ -90,7 +90,14 @@ def _check_network(about: dict[str, Any]) -> None:
     for name, ways in about["prices"].items():
         (chosen,) = [way for way in ways if way["chosen"]]
         assert chosen["degrees"] == calls_degrees(about)[name]
-        assert chosen["high"] == pytest.approx(about["step_seconds"])
+        assert chosen["exact"]
+        for key in ("step_seconds", "alone_seconds"):
+            assert chosen[key] == pytest.approx(about["step_seconds"])
+        assert sum(way["exact"] for way in ways) > 1 or len(ways) == 1, name
+        for way in ways:
+            if way["exact"] and way["alone_seconds"] is not None:
+                assert chosen["step_seconds"] <= way["step_seconds"] * (1 + 1e-8)
+                assert way["step_seconds"] <= way["alone_seconds"] * (1 + 1e-8)
 
 
 def calls_degrees(about: dict[str, Any]) -> dict[str, str]:

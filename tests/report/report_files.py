@@ -95,9 +95,26 @@ def make_run(folder: Path, plan: Path) -> Path:
     layer = bare.pop("details")["layers"][0]["name"]
     (folder / "plan.json").write_text(json.dumps(bare))
     for rank, micros in enumerate((400, 600)):
-        event = {"ph": "X", "cat": "user_annotation", "name": layer, "dur": micros}
-        (folder / f"profile/rank-{rank}.json").write_text(json.dumps({"traceEvents": [event]}))
+        trace = json.dumps({"traceEvents": trace_events(layer, micros)})
+        (folder / f"profile/rank-{rank}.json").write_text(trace)
     return folder
+
+
+def trace_events(layer: str, micros: int) -> list[dict[str, Any]]:
+    """Return the events of two operators, the second a layer's; backward takes twice its time."""
+    span = {"ph": "X", "cat": "user_annotation", "name": layer, "ts": 100.0, "dur": micros}
+    operators = [
+        {"ph": "X", "cat": "cpu_op", "name": "aten::convolution", "ts": ts, "dur": 5.0,
+         "args": {"Sequence number": 7, "Fwd thread id": 0}}
+        for ts in (50.0, 120.0)
+    ]  # fmt: skip
+    nodes = [
+        {"ph": "X", "cat": "cpu_op", "name": before + name, "ts": 5000.0, "dur": 2.0 * micros,
+         "args": {"Sequence number": number, "Fwd thread id": 1}}
+        for number, name in ((7, "ConvolutionBackward0"), (8, "SumBackward0"))
+        for before in ("autograd::engine::evaluate_function: ", "")
+    ]  # fmt: skip
+    return [span, *operators, *nodes]
 
 
 def make_benches(folder: Path) -> list[Path]:

@@ -141,7 +141,8 @@ def _plain(extra: dict[str, Any]) -> dict[str, Any]:
                     "step_seconds": one.step_seconds if one.step_seconds < 1e300 else None,
                     "exact": one.exact,
                     "chosen": one.chosen,
-                    "peak_bytes": one.alone_peak_bytes,
+                    "alone_seconds": one.alone_seconds if one.alone_seconds < 1e300 else None,
+                    "alone_peak_bytes": one.alone_peak_bytes,
                     "decides": one.decides,
                 }
                 for one in alternatives
