@@ -78,39 +78,44 @@ class LayerPanel {
     const step = (view.step || []).find((one) => one.name === layer.name);
     /* Gradient sums are simulated in buckets, so a layer's own has nothing to stand beside. */
     const alike = values.map((value, index) => KINDS[index] === "sync" ? 0 : value);
-    const heads = [["kind"], ["predicted", true]];
-    if (step) heads.push(["forward", true], ["backward", true]);
+    const heads = [["kind"]];
+    if (step) heads.push(["forward", true], ["backward", true], ["optimizer", true]);
+    heads.push(["predicted", true]);
     for (const one of simulated) heads.push([`simulated: ${one.label}`, true], ["ratio", true]);
-    for (const one of measured) heads.push([`measured: ${one.label}`, true]);
     const rows = KINDS.map((kind, index) => {
-      const row = [el("span", {}, el("span", { class: "swatch", style: `background: ${colourOf(kind)}` }), KIND_WORDS[kind]), seconds(values[index])];
+      const row = [el("span", {}, el("span", { class: "swatch", style: `background: ${colourOf(kind)}` }), KIND_WORDS[kind])];
       if (step) {
-        const both = kind === "sync" ? ["–", seconds(step.sync_s)] : [seconds(step.forward_s[index]), seconds(step.backward_s[index])];
-        row.push(...both);
+        row.push(...(kind === "sync" ? ["–", seconds(step.sync_s)] : [seconds(step.forward_s[index]), seconds(step.backward_s[index])]));
+        row.push(kind === "compute" ? seconds(step.optimizer_s) : "–");
       }
+      row.push(seconds(values[index]));
       for (const one of simulated) {
         const theirs = one.layers[layer.name][`${kind}_s`];
-        row.push(seconds(theirs ?? 0), theirs && alike[index] ? `${digits(theirs / alike[index])}×` : "–");
+        row.push(theirs || kind !== "sync" ? seconds(theirs) : "–", theirs && alike[index] ? `${digits(theirs / alike[index])}×` : "–");
       }
-      for (const _ of measured) row.push("–");
       return row;
     });
-    for (const phase of step && measured.length ? PHASES : []) {
-      const predicted = step[`${phase}_s`].reduce((a, b) => a + b, 0);
-      const beside = PHASES.map((one) => one === phase ? seconds(predicted) : "");
-      rows.push([`all of ${phase}`, seconds(predicted), ...beside, ...simulated.flatMap(() => ["", ""]),
-        ...measured.map((one) => {
-          const taken = one.layers[layer.name][`${phase}_s`];
-          return taken ? `${seconds(taken)}${predicted ? ` (${digits(taken / predicted)}×)` : ""}` : "–";
-        })]);
-    }
-    const found = [el("h3", {}, measured.length ? "Costs in a step, predicted and measured" : simulated.length ? "Costs in a step, predicted and simulated" : "Costs in a step"), bar,
+    const found = [el("h3", {}, simulated.length ? "Costs in a step, predicted and simulated" : "Costs in a step"), bar,
       table(heads, rows, `Costs of ${layer.name}`)];
     const share = view.step_seconds ? ` · ${digits(100 * (layerSeconds(layer) || 0) / view.step_seconds, 2)} % of the step` : "";
-    found.push(el("p", { class: "note" }, `All ranks send ${bytes(layer.bytes)} for it${share}. Compute includes the optimizer; gradient sums hide behind backward.`));
+    found.push(el("p", { class: "note" }, `All ranks send ${bytes(layer.bytes)} for it${share}. Gradient sums hide behind backward${simulated.length ? "; simulated ones, in buckets, stand with the layer that completes one" : ""}.`));
     if (step) found.push(el("p", { class: "note" }, `The fullest device holds ${bytes(step.forward_bytes)} when it runs forward, ${bytes(step.backward_bytes)} backward.`));
+    if (measured.length) found.push(...this.measured(layer, step, measured));
     if (!simulated.length && !measured.length) found.push(el("p", { class: "note" }, "Give a simulation of this plan, or a profiled run, to see it beside the prediction."));
     return found;
+  }
+
+  measured(layer, step, runs) {
+    const heads = [[""], ["predicted", true], ...runs.flatMap((one) => [[`measured: ${one.label}`, true], ["ratio", true]])];
+    const rows = PHASES.map((phase) => {
+      const predicted = step ? step[`${phase}_s`].reduce((a, b) => a + b, 0) : null;
+      return [phase, seconds(predicted), ...runs.flatMap((one) => {
+        const taken = one.layers[layer.name][`${phase}_s`];
+        return [seconds(taken), taken && predicted ? `${digits(taken / predicted)}×` : "–"];
+      })];
+    });
+    return [el("h3", {}, "Predicted and measured"), table(heads, rows, `Measured times of ${layer.name}`),
+      el("p", { class: "note" }, "The median of the profiled steps on the slowest rank, with messages and the profiler's own time; gradient sums and the optimizer stand apart.")];
   }
 
   prices(view, layer) {
@@ -118,6 +123,8 @@ class LayerPanel {
     const owner = known[layer.name] ? layer.name : view.into[layer.name];
     const ways = (known[owner] || []).slice(0, 24);
     if (!ways.length) return [];
+    const title = owner === layer.name ? "What other ways to split it cost" : `What other ways to split ${owner} cost`;
+    if (ways.length === 1) return [el("h3", {}, title), el("p", { class: "note" }, `There is no other way: it was pinned to ${ways[0].degrees}, or has only this one.`)];
     const base = view.step_seconds;
     const ends = ways.flatMap((way) => [way.step_seconds, way.alone_seconds]).filter((value) => value && value <= base * 3);
     const low = Math.min(...ends, base), high = Math.max(...ends, low * 1.0001);
@@ -134,9 +141,9 @@ class LayerPanel {
     });
     const heads = [["degrees"], ["step", true], [""], ["others stay", true], ["", false, "drawn"], ["memory", true]];
     if (ways[0].decides) heads.push(["decides"]);
-    return [el("h3", {}, owner === layer.name ? "What other ways to split it cost" : `What other ways to split ${owner} cost`),
+    return [el("h3", {}, title),
       table(heads, rows, `Prices for ${owner}`),
       el("p", { class: "note" }, "“Step” is the best step with that split when all other layers re-optimise: exact, or at least that where the time for proving ran out. " +
-        "“Others stay” is the step, with its memory, if nothing else changes; a dash where that alone is not allowed or does not fit.")];
+        "“Others stay” is the step, with its memory, if nothing else changes; a dash where that alone is not allowed or does not fit. Memory is the sum that the search limits: never too small, often above the step's real peak.")];
   }
 }
