@@ -39,7 +39,7 @@ def tilewise(*args: str) -> subprocess.CompletedProcess[str]:
 def test_json_has_the_promised_keys_and_the_plan_loads(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     where = ["--devices", "4", "--machine", "p100x4", "--pin", "features.0=h4"]
-    result = tilewise("plan", *SMALL, *where, "--json", "-o", str(path))
+    result = tilewise("plan", *SMALL, *where, "--price-limit", "60", "--json", "-o", str(path))
     assert result.returncode == 0, result.stderr
     found: dict[str, Any] = json.loads(result.stdout)
     assert set(found) == KEYS

@@ -35,12 +35,13 @@ def run(*arguments: str) -> int:
 def make_plans(folder: Path) -> list[Path]:
     """Write two plans of one network, and one of another, 3-D, whose first layer has halos."""
     free, pinned, cube = (folder / f"{name}.json" for name in ("free", "pinned", "cube"))
-    machine = ("--machine", "lassen")
+    machine = ("--machine", "lassen", "--price-limit", "60")
     assert run("plan", *ALEXNET, *machine, "--pareto", "-o", str(free)) == 0
     pin = ("--pin", "features.0=h2 w2", "--pin", "classifier.1=c2 f2")
     assert run("plan", *ALEXNET, *machine, *pin, "-o", str(pinned)) == 0
     pin = ("--pin", "features.conv1=d2 h2 w2")
-    assert run("plan", *COSMOFLOW, *machine, *pin, "-o", str(cube)) == 0
+    few = ("--price-limit", "0")
+    assert run("plan", *COSMOFLOW, *machine, *few, *pin, "-o", str(cube)) == 0
     return [free, pinned, cube]
 
 

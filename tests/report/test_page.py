@@ -87,6 +87,8 @@ def test_a_cube_is_drawn_with_its_halo(open_page: Open, page_file: Path) -> None
     expect(measured).to_contain_text("measured: run")
     expect(measured.locator("tr", has_text="forward")).to_contain_text("600 µs")
     expect(measured.locator("tr", has_text="backward")).to_contain_text("1.2 ms")
+    node(page, "features.conv3").click()  # of this plan nothing was proven beyond the bounds
+    expect(page.locator("#layer table").last).to_contain_text("between")
 
 
 def test_search_finds_a_layer(open_page: Open, page_file: Path) -> None:

@@ -119,7 +119,8 @@ def prices(
     """Return the cheapest ways to split each layer, with the step that each would have.
 
     `step_seconds` is the best step when all other layers re-optimise, none where no plan fits; it
-    is a lower bound where not `exact`. `alone_seconds` is the step if they stay as they are, with
+    is a lower bound where not `exact`, and `found_seconds` the best that was found, none where
+    nothing was. `alone_seconds` is the step if they stay as they are, with
     `alone_peak_bytes`; none where that is not allowed or does not fit. Nothing is priced where
     there are too many candidates to bound all of them.
     """
@@ -142,6 +143,7 @@ def _ways(found: Formulation, variable: int, chosen: int, one: Prices) -> list[d
         {
             "degrees": str(degrees(index)),
             "step_seconds": _finite(one.seconds[index]),
+            "found_seconds": _finite(one.found[index]),
             "exact": bool(one.exact[index]),
             "alone_seconds": _finite(one.alone[index]),
             "alone_peak_bytes": int(one.alone_bytes[index]),

@@ -196,7 +196,7 @@ class Solver:
             v.held - low + total + np.maximum(v.burst, floor) <= self.cap
             for v, low in zip(self.problem.variables, least)
         ]
-        return self._keep(masks)
+        return all(mask.all() for mask in masks) or self._keep(masks)
 
     def _keep(self, masks: Sequence[np.ndarray], scores: Sequence[Floats] | None = None) -> bool:
         """Keep live candidates; if some variable has none left, the best is proven best."""

@@ -135,15 +135,17 @@ class LayerPanel {
       const left = fits ? at(way.step_seconds) : 94;
       const range = el("div", { class: way.exact ? "range exact" : "range", "aria-hidden": "true" },
         fits ? el("i", { style: `left: ${left}%; width: ${Math.max((alone ? at(way.alone_seconds) : 94) - left, 0)}%` }) : null);
+      const bounded = !way.exact && typeof way.found_seconds === "number";
+      const low = fits ? more(way.step_seconds) : "does not fit", top = bounded ? more(way.found_seconds) : low;
       return { chosen: way.chosen, cells: [way.chosen ? `${way.degrees} (chosen)` : way.degrees,
-        fits ? more(way.step_seconds) : "does not fit", way.exact ? "exact" : "at least",
+        low === top ? low : `${low} … ${top}`, way.exact ? "exact" : bounded ? "between" : "at least",
         alone ? more(way.alone_seconds) : "–", range, bytes(way.alone_peak_bytes), ...(way.decides ? [way.decides] : [])] };
     });
     const heads = [["degrees"], ["step", true], [""], ["others stay", true], ["", false, "drawn"], ["memory", true]];
     if (ways[0].decides) heads.push(["decides"]);
     return [el("h3", {}, title),
       table(heads, rows, `Prices for ${owner}`),
-      el("p", { class: "note" }, "“Step” is the best step with that split when all other layers re-optimise: exact, or at least that where the time for proving ran out. " +
+      el("p", { class: "note" }, "“Step” is the best step with that split when all other layers re-optimise: exact, or between two bounds, or at least that, where the time for proving ran out. " +
         "“Others stay” is the step, with its memory, if nothing else changes; a dash where that alone is not allowed or does not fit. Memory is the sum that the search limits: never too small, often above the step's real peak.")];
   }
 }

@@ -1,9 +1,10 @@
 """The price of each candidate: the best time with it when all other variables re-optimise.
 
-Bounds of all candidates come first, from one sweep. Then candidates are settled, the cheapest
-first, by solving the problem with one of them fixed. Only what may be part of an assignment faster
-than some `reach` enters such a problem, by the bounds that are known; the reach grows until it
-holds the price. Every assignment on the way also bounds the price of all that it consists of.
+Bounds of all candidates come first, the highest that some sweeps and trees give. Then the cheapest
+candidates are settled one by one: the problem is solved with the candidate fixed. Only what may be
+part of an assignment faster than some `reach` enters it, by the bounds that are known; the reach
+grows until it holds the price. Every assignment on the way also bounds the price of all that it
+consists of, so that one solution often settles the candidates of many variables.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from tilewise.planner.solve.solver import Solution, Solver
 
 ENTRIES = 1 << 18
 """How many moves of one tensor to know where all candidates of all variables are bounded."""
+ROUNDS, FEWEST = 24, 2
+"""How often to bound all candidates, and how often if there is no time."""
 SLACK, WIDEN, FARTHEST = 0.02, 4.0, 8.0
 """How far above its bound a price is looked for first, how that grows, and where it ends."""
 
@@ -38,6 +41,7 @@ class Prices:
     Args:
         seconds: the best time with each; a lower bound where it is not `exact`; infinite where no
             assignment with it fits.
+        found: the best time that was found, the same where `exact`.
         exact: whether that is proven.
         alone: the time if only this variable is changed; infinite where that is not allowed or
             does not fit.
@@ -45,6 +49,7 @@ class Prices:
     """
 
     seconds: Floats
+    found: Floats
     exact: np.ndarray
     alone: Floats
     alone_bytes: Ints
@@ -64,6 +69,7 @@ def price(
     if solution is None:
         solution = solve(problem, cap, time_limit=time_limit / 2)
     pricing = Pricing(problem, cap, solution)
+    pricing.bound(deadline)
     pricing.settle([variable], len(problem.variables[variable]), deadline)
     return pricing.prices(variable)
 
@@ -79,6 +85,7 @@ def prices(
     """Price the candidates of all variables; the `most` cheapest of each exactly, time allowing."""
     deadline = time.monotonic() + time_limit
     pricing = Pricing(problem, cap, solution)
+    pricing.bound(deadline)
     everyone = range(len(problem.variables))
     pricing.settle(everyone, most, deadline)
     return [pricing.prices(v) for v in everyone]
@@ -92,18 +99,46 @@ class Pricing:
         limit = np.inf if cap is None else cap
         self._alone, self._peaks, self._best, self._low = [], [], [], []
         alone = Descent(self.problem, cap).alone(solution.choice)
-        for (seconds, peak), bound in zip(alone, self._bounds(), strict=True):
+        for seconds, peak in alone:
             known = np.where(peak > limit, np.inf, seconds)
             self._alone.append(known)
             self._peaks.append(peak.astype(np.int64))
             self._best.append(known.copy())
-            self._low.append(np.minimum(np.maximum(bound, solution.bound), known))
+            self._low.append(np.minimum(solution.bound, known))
+        self._live = Live(self.problem, ENTRIES)
+        self._relaxation = Relaxation(self._live, solution.weights, 4.0 * solution.seconds)
 
     def prices(self, v: int) -> Prices:
         """Return what is known of a variable's candidates by now."""
         exact = self._exact(v)
         seconds = np.where(exact, self._best[v], self._low[v])
-        return Prices(seconds, exact, self._alone[v], self._peaks[v])
+        return Prices(seconds, self._best[v], exact, self._alone[v], self._peaks[v])
+
+    def bound(self, deadline: float) -> None:
+        """Bound the price of all candidates from below, in a quarter of the time."""
+        live, relaxation = self._live, self._relaxation
+        shared = [link.share.min() < 1 for link in live.links]
+        order = np.argsort(shared, kind="stable")
+        random = np.random.default_rng(0)
+        constant = 0.0
+        if self.cap is not None:
+            floor = max(int(v.burst.min()) for v in self.problem.variables)
+            constant = relaxation.weights.byte * (floor - self.cap)
+        now = time.monotonic()
+        enough = now + (deadline - now) / 4
+        for number in range(ROUNDS):
+            for _ in range(2):
+                relaxation.sweep()
+            last = number >= FEWEST and time.monotonic() > enough
+            last |= number == ROUNDS - 1
+            tree = order if last or number % 2 else random.permutation(len(order))
+            _, bounds, _ = relaxation.marginals(tree.tolist())
+            for low, best, bound in zip(self._low, self._best, bounds, strict=True):
+                np.minimum(np.maximum(low, bound + constant), best, out=low)
+            if last:
+                break
+            live.lean(relaxation.decode(), 1.5 / (4.0 + number))
+            relaxation.reweigh(relaxation.weights)
 
     def settle(self, variables: Iterable[int], most: int, deadline: float) -> None:
         """Make the `most` cheapest candidates exact: one of each variable, then another of each."""
@@ -156,16 +191,19 @@ class Pricing:
             kept.append(np.flatnonzero(mask))
         kept[v] = np.array([k])
         fixed = restrict(self.problem, dict(enumerate(kept)))
-        hint = [int(np.searchsorted(*pair)) for pair in zip(kept, self.solution.choice)]
-        hint[v] = 0
-        hints: list[Sequence[int]] = [hint]
+        hints: list[Sequence[int]] = []
+        if np.isinf(self._best[v][k]):
+            hint = [int(np.searchsorted(*pair)) for pair in zip(kept, self.solution.choice)]
+            hint[v] = 0
+            hints = [hint]
         if self.cap is not None and np.isinf(reach):
             least = least_memory(fixed, (deadline - time.monotonic()) / 4)
             if least is not None and least.bound > self.cap:
                 return None
             hints += [] if least is None else [least.choice]
         solver = Solver(fixed, self.cap, deadline, reach)
-        solver.start(hints)
+        if hints:
+            solver.start(hints)
         solver.solve()
         if solver.best is not None:
             self._learn(
@@ -177,16 +215,3 @@ class Pricing:
         for best, low, k in zip(self._best, self._low, choice, strict=True):
             best[k] = min(best[k], seconds)
             low[k] = min(low[k], best[k])
-
-    def _bounds(self) -> list[Floats]:
-        """Bound the time with each candidate of each variable from below."""
-        live = Live(self.problem, ENTRIES)
-        weights = self.solution.weights
-        relaxation = Relaxation(live, weights, 4.0 * self.solution.seconds)
-        for _ in range(4):
-            relaxation.sweep()
-        _, bounds, _ = relaxation.marginals(range(len(live.links)))
-        if self.cap is None:
-            return bounds
-        floor = max(int(v.burst.min()) for v in self.problem.variables)
-        return [np.maximum(bound + weights.byte * (floor - self.cap), 0.0) for bound in bounds]
