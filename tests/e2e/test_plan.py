@@ -39,7 +39,7 @@ def tilewise(*args: str) -> subprocess.CompletedProcess[str]:
 def test_json_has_the_promised_keys_and_the_plan_loads(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     where = ["--devices", "4", "--machine", "p100x4", "--pin", "features.0=h4"]
-    result = tilewise("plan", *SMALL, *where, "--json", "-o", str(path))
+    result = tilewise("plan", *SMALL, *where, "--price-limit", "60", "--json", "-o", str(path))
     assert result.returncode == 0, result.stderr
     found: dict[str, Any] = json.loads(result.stdout)
     assert set(found) == KEYS
@@ -90,7 +90,14 @@ def _check_network(about: dict[str, Any]) -> None:
     for name, ways in about["prices"].items():
         (chosen,) = [way for way in ways if way["chosen"]]
         assert chosen["degrees"] == calls_degrees(about)[name]
-        assert chosen["high"] == pytest.approx(about["step_seconds"])
+        assert chosen["exact"]
+        for key in ("step_seconds", "alone_seconds"):
+            assert chosen[key] == pytest.approx(about["step_seconds"])
+        assert sum(way["exact"] for way in ways) > 1 or len(ways) == 1, name
+        for way in ways:
+            if way["exact"] and way["alone_seconds"] is not None:
+                assert chosen["step_seconds"] <= way["step_seconds"] * (1 + 1e-8)
+                assert way["step_seconds"] <= way["alone_seconds"] * (1 + 1e-8)
 
 
 def calls_degrees(about: dict[str, Any]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from tilewise.planner.solve import (
     frontier,
     least_memory,
     price,
-    ranges,
+    prices,
     solve,
 )
 
@@ -145,21 +145,45 @@ def test_least_memory_equals_enumeration() -> None:
         assert evaluate(problem, least.choice).peak_bytes == least.peak_bytes
 
 
+def enumerated(problem: Problem, v: int, k: int, cap: int | None) -> float:
+    """Return the best time of all assignments with a candidate that fit."""
+    costs = all_costs(problem).items()
+    fits = [c.seconds for x, c in costs if x[v] == k and (cap is None or c.peak_bytes <= cap)]
+    return min(fits, default=np.inf)
+
+
 @pytest.mark.parametrize("capped", [False, True])
 def test_prices_equal_enumeration(capped: bool) -> None:
     for seed in range(25):
         problem = random_problem(5000 + seed)
         cap = some_caps(problem)[2] if capped else None
         v = seed % len(problem.variables)
-        prices = price(problem, v, cap)
-        assert prices.exact.all(), seed
-        for k, seconds in enumerate(prices.seconds):
-            fits = [
-                c.seconds
-                for x, c in all_costs(problem).items()
-                if x[v] == k and (cap is None or c.peak_bytes <= cap)
-            ]
-            assert seconds == pytest.approx(min(fits, default=np.inf), rel=1e-8), seed
+        found = price(problem, v, cap)
+        assert found.exact.all(), seed
+        for k, seconds in enumerate(found.seconds):
+            assert seconds == pytest.approx(enumerated(problem, v, k, cap), rel=1e-8), seed
+
+
+@pytest.mark.parametrize("capped", [False, True])
+def test_prices_of_all_variables_equal_enumeration(capped: bool) -> None:
+    for seed in range(10):
+        problem = random_problem(8000 + seed, topological=seed % 2 == 0)
+        cap = some_caps(problem)[2] if capped else None
+        best = solve(problem, cap)
+        costs = all_costs(problem)
+        for v, one in enumerate(prices(problem, best, cap, most=3)):
+            cheapest = np.argsort(one.seconds, kind="stable")[:3]
+            assert one.exact[cheapest].all(), seed
+            for k, (seconds, exact) in enumerate(zip(one.seconds, one.exact, strict=True)):
+                expected = enumerated(problem, v, k, cap)
+                if exact:
+                    assert seconds == pytest.approx(expected, rel=1e-8), seed
+                assert seconds <= expected * (1 + 1e-9), seed
+                alone = costs.get((*best.choice[:v], k, *best.choice[v + 1 :]))
+                fits = alone is not None and (cap is None or alone.peak_bytes <= cap)
+                assert one.alone[k] == (pytest.approx(alone.seconds) if fits and alone else np.inf)
+            assert one.seconds[best.choice[v]] == pytest.approx(best.seconds)
+            assert one.alone_bytes[best.choice[v]] == best.peak_bytes
 
 
 def test_prices_without_time_are_bounds() -> None:
@@ -167,30 +191,9 @@ def test_prices_without_time_are_bounds() -> None:
         problem = random_problem(6000 + seed)
         exact = price(problem, 0)
         rough = price(problem, 0, time_limit=0.0)
-        assert not rough.exact.any()
-        assert (rough.seconds <= exact.seconds * (1 + 1e-12)).all(), seed
-
-
-@pytest.mark.parametrize("capped", [False, True])
-def test_ranges_enclose_the_prices(capped: bool) -> None:
-    for seed in range(25):
-        problem = random_problem(8000 + seed)
-        cap = some_caps(problem)[2] if capped else None
-        best = solve(problem, cap)
-        costs = all_costs(problem)
-        for v, one in enumerate(ranges(problem, best.choice, cap)):
-            for k, (low, high) in enumerate(zip(one.low, one.high, strict=True)):
-                alone = costs.get((*best.choice[:v], k, *best.choice[v + 1 :]))
-                allowed = alone is not None and (cap is None or alone.peak_bytes <= cap)
-                assert high == (pytest.approx(alone.seconds) if allowed and alone else np.inf)
-                fits = [
-                    c.seconds
-                    for x, c in costs.items()
-                    if x[v] == k and (cap is None or c.peak_bytes <= cap)
-                ]
-                assert low <= min(fits, default=np.inf) * (1 + 1e-9) <= high * (1 + 1e-8), seed
-            assert one.high[best.choice[v]] == pytest.approx(best.seconds)
-            assert one.peak_bytes[best.choice[v]] == best.peak_bytes
+        assert (rough.seconds <= exact.seconds * (1 + 1e-8)).all(), seed
+        proven = rough.seconds[rough.exact]
+        assert proven == pytest.approx(exact.seconds[rough.exact], rel=1e-8), seed
 
 
 def test_frontier_is_optimal_and_monotone() -> None:

@@ -35,12 +35,13 @@ def run(*arguments: str) -> int:
 def make_plans(folder: Path) -> list[Path]:
     """Write two plans of one network, and one of another, 3-D, whose first layer has halos."""
     free, pinned, cube = (folder / f"{name}.json" for name in ("free", "pinned", "cube"))
-    machine = ("--machine", "lassen")
+    machine = ("--machine", "lassen", "--price-limit", "60")
     assert run("plan", *ALEXNET, *machine, "--pareto", "-o", str(free)) == 0
     pin = ("--pin", "features.0=h2 w2", "--pin", "classifier.1=c2 f2")
     assert run("plan", *ALEXNET, *machine, *pin, "-o", str(pinned)) == 0
     pin = ("--pin", "features.conv1=d2 h2 w2")
-    assert run("plan", *COSMOFLOW, *machine, *pin, "-o", str(cube)) == 0
+    few = ("--price-limit", "0")
+    assert run("plan", *COSMOFLOW, *machine, *few, *pin, "-o", str(cube)) == 0
     return [free, pinned, cube]
 
 
@@ -95,9 +96,26 @@ def make_run(folder: Path, plan: Path) -> Path:
     layer = bare.pop("details")["layers"][0]["name"]
     (folder / "plan.json").write_text(json.dumps(bare))
     for rank, micros in enumerate((400, 600)):
-        event = {"ph": "X", "cat": "user_annotation", "name": layer, "dur": micros}
-        (folder / f"profile/rank-{rank}.json").write_text(json.dumps({"traceEvents": [event]}))
+        trace = json.dumps({"traceEvents": trace_events(layer, micros)})
+        (folder / f"profile/rank-{rank}.json").write_text(trace)
     return folder
+
+
+def trace_events(layer: str, micros: int) -> list[dict[str, Any]]:
+    """Return the events of two operators, the second a layer's; backward takes twice its time."""
+    span = {"ph": "X", "cat": "user_annotation", "name": layer, "ts": 100.0, "dur": micros}
+    operators = [
+        {"ph": "X", "cat": "cpu_op", "name": "aten::convolution", "ts": ts, "dur": 5.0,
+         "args": {"Sequence number": 7, "Fwd thread id": 0}}
+        for ts in (50.0, 120.0)
+    ]  # fmt: skip
+    nodes = [
+        {"ph": "X", "cat": "cpu_op", "name": before + name, "ts": 5000.0, "dur": 2.0 * micros,
+         "args": {"Sequence number": number, "Fwd thread id": 1}}
+        for number, name in ((7, "ConvolutionBackward0"), (8, "SumBackward0"))
+        for before in ("autograd::engine::evaluate_function: ", "")
+    ]  # fmt: skip
+    return [span, *operators, *nodes]
 
 
 def make_benches(folder: Path) -> list[Path]:

@@ -63,8 +63,11 @@ def test_click_shows_a_layer(open_page: Open, page_file: Path) -> None:
     expect(reads).to_contain_text("height 0–47 of 96 (part 1 of 2), halo")
     assert reads.locator("svg .slab-halo").count() > 0
     assert reads.locator("svg .slab-mine").count() > 0
+    expect(page.locator("#layer")).to_contain_text("it was pinned to h2 w2")
+    node(page, "features.3").click()
     prices = page.locator("#layer table").last
-    expect(prices.locator("tr.chosen")).to_contain_text("h2 w2 (chosen)")
+    expect(prices.locator("tr.chosen")).to_contain_text(re.compile(r"\(chosen\).*exact"))
+    assert prices.locator("tbody tr", has_text="exact").count() > 1
     expect(page.locator("#layer")).to_contain_text("gradient sums")
 
 
@@ -79,10 +82,13 @@ def test_a_cube_is_drawn_with_its_halo(open_page: Open, page_file: Path) -> None
         expect(reads).to_contain_text(f"{dim} 16–31 of 32 (part 2 of 2), halo 1 before")
     expect(reads.locator("path.slab-halo")).to_have_count(3)
     # the simulation and the profiled run are of this plan
-    costs = page.locator("#layer table").first
+    costs, measured = page.locator("#layer table").nth(0), page.locator("#layer table").nth(1)
     expect(costs).to_contain_text("simulated: simulated")
-    expect(costs).to_contain_text("measured: run")
-    expect(costs).to_contain_text("600 µs")
+    expect(measured).to_contain_text("measured: run")
+    expect(measured.locator("tr", has_text="forward")).to_contain_text("600 µs")
+    expect(measured.locator("tr", has_text="backward")).to_contain_text("1.2 ms")
+    node(page, "features.conv3").click()  # of this plan nothing was proven beyond the bounds
+    expect(page.locator("#layer table").last).to_contain_text("between")
 
 
 def test_search_finds_a_layer(open_page: Open, page_file: Path) -> None:

@@ -17,7 +17,8 @@ from plans import NETS, build, graph_of, random_plan
 from tilewise import Plan, capture, models
 from tilewise.cli import main
 from tilewise.errors import PlanError
-from tilewise.planner.machine import load_machine
+from tilewise.planner.formulate import formulate
+from tilewise.planner.machine import Curve, load_machine
 from tilewise.simulate import Sweep, as_dict, simulate
 from tilewise.simulate.price import Priced
 from tilewise.simulate.record import Segment, Sum
@@ -102,7 +103,43 @@ def test_computing_again_takes_time_and_messages_but_less_memory() -> None:
     assert two.runs[0].handed_bytes > one.runs[0].handed_bytes
     kept = [[s for s in found.runs[0].segments if s.phase == "forward"] for found in (one, two)]
     assert kept[1][-1].end_bytes < kept[0][-1].end_bytes
-    assert {s.phase for s in two.runs[0].segments} == {"forward", "again", "backward"}
+    phases = {s.phase for s in two.runs[0].segments}
+    assert phases == {"forward", "again", "backward", "optimizer"}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_the_optimizer_passes_over_blocks_and_states(optimizer: str) -> None:
+    """What is read and written by hand, and the planner's price of the same update."""
+    graph = graph_of("cosmoflow")
+    plan = Plan.uniform(graph, "n2 f2")
+    lassen = load_machine("lassen")
+    machine = lassen.model_copy(update={"memory_by_bytes": Curve(at=[1.0], share=[0.5])})
+    found = simulate(build("cosmoflow"), graph, plan, devices=4, machine=machine, ranks=(0, 3),
+                     optimizer=optimizer)  # fmt: skip
+    run = found.runs[0]
+    states = {"sgd": 0, "adam": 2}[optimizer]
+    assert run.state_bytes == states * run.block_bytes
+    updates = [s for s in run.segments if s.phase == "optimizer"]
+    layers = [
+        node.name
+        for node in graph.training.nodes
+        if any(value.origin == "parameter" for value in node.values())
+    ]
+    assert [update.layer for update in updates] == layers
+    moved = run.block_bytes * (3 + 2 * states)  # parameter and gradient in, parameter out, states
+    bandwidth = 0.5 * machine.memory_bandwidth_bytes_per_s
+    seconds = moved / bandwidth + len(layers) * machine.call_s
+    assert found.timelines[0].optimizer_s == pytest.approx(seconds)
+    held = run.block_bytes * (2 + states) + run.other_bytes
+    for update in updates:
+        assert update.end_bytes >= held
+        assert (update.peak_bytes > update.end_bytes) == (optimizer == "adam")
+    formulated = formulate(graph, found.setting, pins=plan.layers)
+    planned = sum(float(cost.optimizer[0]) for cost in formulated.costs.values())
+    assert found.timeline.optimizer_s == pytest.approx(planned, rel=STEP)
+    bars = [bar for bar in found.timeline.bars if bar.phase == "optimizer"]
+    assert [bar.layer for bar in bars] == layers
+    assert bars[-1].end_s == pytest.approx(found.step_seconds)
 
 
 def test_a_timeline_by_hand() -> None:
@@ -113,13 +150,14 @@ def test_a_timeline_by_hand() -> None:
         [
             Priced(forward, compute_s=4.0, halo_s=3.0, before_s=1.0),
             Priced(backward, compute_s=2.0, after_s=0.5, gradients=(gradients,)),
+            Priced(Segment("a", "optimizer"), compute_s=0.25),
         ],
-        optimizer_s=0.25,
         overlap=0.5,
     )
     assert (found.forward_s, found.backward_s, found.tail_s) == (6.0, 2.5, 5.0)
     assert found.step_seconds == 6.0 + 2.5 + 5.0 + 0.25
     assert found.seconds("messages") == 1.0 + 3.0 + 0.5
+    assert found.spans[-1][1:] == (13.5, 13.75)
 
 
 def test_a_sweep_gives_each_count_its_plan() -> None:

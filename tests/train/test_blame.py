@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from small_runs import Regressor, make_set, recipe, trained
 from tilewise import Mesh, parallelize
+from tilewise.report.traces import measured_layers
 from tilewise.testing import ranks
 from tilewise.train.blame import bad_gradients, checksum, drifted
 
@@ -82,3 +83,7 @@ def test_a_profile_names_the_layers_on_every_rank(tmp_path: Path) -> None:
         names = [event.get("name") for event in trace["traceEvents"]]
         for layer in ("features.0", "features.1", "head", "dropout"):
             assert names.count(layer) == 4
+    measured = measured_layers(tmp_path / "run" / "profile")
+    for layer in ("features.0", "features.1", "head", "dropout"):
+        assert measured[layer]["forward_s"] > 0
+        assert measured[layer]["backward_s"] > 0

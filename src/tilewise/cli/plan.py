@@ -28,9 +28,6 @@ from tilewise.planner.details import details
 from tilewise.planner.search import Found, search
 from tilewise.planner.solve import InfeasibleError
 
-PRICING_S = 10.0
-"""The most seconds that go into pricing the alternatives of all layers for a report."""
-
 
 def plan(
     model: Annotated[str, typer.Argument(help="package.module:callable, file.py:callable or name")],
@@ -49,6 +46,9 @@ def plan(
     ] = False,
     diff: Annotated[Path | None, typer.Option(help="compare with another plan file")] = None,
     time_limit: Annotated[float, typer.Option(min=0.1, help="seconds to search")] = 60.0,
+    price_limit: Annotated[
+        float, typer.Option(min=0.0, help="seconds to prove prices of other ways, for a report")
+    ] = 10.0,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="write the plan")] = None,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
@@ -81,7 +81,7 @@ def plan(
         sys.exit(1)
     plain = found.as_dict() | _plain(extra)
     if output is not None or json_:
-        about = {"model": model, **details(found, time_limit=min(time_limit, PRICING_S))}
+        about = {"model": model, **details(found, time_limit=price_limit)}
     if output is not None:
         _write(output, found.plan, plain | about)
     if json_:
@@ -141,7 +141,8 @@ def _plain(extra: dict[str, Any]) -> dict[str, Any]:
                     "step_seconds": one.step_seconds if one.step_seconds < 1e300 else None,
                     "exact": one.exact,
                     "chosen": one.chosen,
-                    "peak_bytes": one.alone_peak_bytes,
+                    "alone_seconds": one.alone_seconds if one.alone_seconds < 1e300 else None,
+                    "alone_peak_bytes": one.alone_peak_bytes,
                     "decides": one.decides,
                 }
                 for one in alternatives

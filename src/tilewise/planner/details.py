@@ -19,7 +19,8 @@ from tilewise.planner.cost import bare
 from tilewise.planner.formulate import Formulation
 from tilewise.planner.rows import chosen_moves
 from tilewise.planner.search import Found
-from tilewise.planner.solve import Range, Solution, ranges
+from tilewise.planner.solve import Prices, Solution
+from tilewise.planner.solve import prices as solved_prices
 from tilewise.planner.timeline import moments
 
 MOST_WAYS = 16
@@ -115,25 +116,25 @@ def _axes(layout: Layout) -> list[list[int]]:
 def prices(
     found: Formulation, solution: Solution, cap: int, *, time_limit: float
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return the cheapest ways to split each layer, with the step between `low` and `high`.
+    """Return the cheapest ways to split each layer, with the step that each would have.
 
-    `low` is a bound when all other layers re-optimise, `high` the step if they stay as they are.
-    There are none where there are too many candidates to bound all of them.
+    `step_seconds` is the best step when all other layers re-optimise, none where no plan fits; it
+    is a lower bound where not `exact`, and `found_seconds` the best that was found, none where
+    nothing was. `alone_seconds` is the step if they stay as they are, with
+    `alone_peak_bytes`; none where that is not allowed or does not fit. Nothing is priced where
+    there are too many candidates to bound all of them.
     """
     if sum(map(len, found.problem.variables)) > MOST_CANDIDATES:
         return {}
-    choice = solution.choice
-    some = ranges(found.problem, choice, cap, time_limit=time_limit)
-    for one in some:
-        np.maximum(one.low, np.minimum(one.high, solution.bound), out=one.low)
+    some = solved_prices(found.problem, solution, cap, most=MOST_WAYS, time_limit=time_limit)
     return {
-        name: _ways(found, variable, choice[variable], one)
+        name: _ways(found, variable, solution.choice[variable], one)
         for variable, (name, one) in enumerate(zip(found.names, some, strict=True))
     }
 
 
-def _ways(found: Formulation, variable: int, chosen: int, one: Range) -> list[dict[str, Any]]:
-    order = np.lexsort((one.high, one.low)).tolist()
+def _ways(found: Formulation, variable: int, chosen: int, one: Prices) -> list[dict[str, Any]]:
+    order = np.lexsort((one.alone, one.seconds)).tolist()
     kept = order[:MOST_WAYS]
     if chosen not in kept:
         kept = [chosen, *kept[:-1]]
@@ -141,13 +142,19 @@ def _ways(found: Formulation, variable: int, chosen: int, one: Range) -> list[di
     return [
         {
             "degrees": str(degrees(index)),
-            "low": float(one.low[index]),
-            "high": float(one.high[index]) if np.isfinite(one.high[index]) else None,
-            "peak_bytes": int(one.peak_bytes[index]),
+            "step_seconds": _finite(one.seconds[index]),
+            "found_seconds": _finite(one.found[index]),
+            "exact": bool(one.exact[index]),
+            "alone_seconds": _finite(one.alone[index]),
+            "alone_peak_bytes": int(one.alone_bytes[index]),
             "chosen": index == chosen,
         }
         for index in kept
     ]
+
+
+def _finite(seconds: float) -> float | None:
+    return float(seconds) if np.isfinite(seconds) else None
 
 
 def step(found: Formulation, choice: Sequence[int]) -> list[dict[str, Any]]:

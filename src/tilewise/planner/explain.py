@@ -11,7 +11,7 @@ from tilewise.errors import PlanError
 from tilewise.layout import Degrees
 from tilewise.planner.cost import NodeCost
 from tilewise.planner.formulate import Formulation
-from tilewise.planner.solve import evaluate, price
+from tilewise.planner.solve import Solution, price
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Alternative:
         chosen: whether the plan has it.
         compute_s, halo_s, exchange_s, sync_s: the layer's own costs, with its followers'.
         held_bytes: what the fullest rank keeps for backward of the layer and its followers.
-        alone_seconds, alone_peak_bytes: step and memory if only this layer were changed.
+        alone_seconds, alone_peak_bytes: step and memory if only this layer were changed; the step
+            is infinite where that is not allowed or does not fit.
     """
 
     degrees: Degrees
@@ -55,7 +56,7 @@ class Alternative:
 
 def alternatives(
     found: Formulation,
-    choice: Sequence[int],
+    solution: Solution,
     layer: str,
     cap: int,
     *,
@@ -63,19 +64,13 @@ def alternatives(
 ) -> list[Alternative]:
     """Price all candidates of a layer, the cheapest first."""
     variable = variable_of(found, layer)
-    prices = price(found.problem, variable, cap, time_limit=time_limit)
+    choice = solution.choice
+    prices = price(found.problem, variable, cap, solution=solution, time_limit=time_limit)
     members = [cost for name, cost in found.costs.items() if found.choices.owner[name] == variable]
     some = found.choices.candidates[variable]
     out = []
     for index in np.argsort(prices.seconds, kind="stable").tolist():
         costs = [cost.take(np.array([index])) for cost in members]
-        other = list(choice)
-        other[variable] = index
-        try:
-            alone = evaluate(found.problem, other)
-            seconds, peak = alone.seconds, alone.peak_bytes
-        except ValueError:  # a layer that shares its parameter has other degrees
-            seconds, peak = float("inf"), 0
         out.append(
             Alternative(
                 some.degrees(index),
@@ -87,8 +82,8 @@ def alternatives(
                 _total(costs, "exchange_forward", "exchange_backward"),
                 _total(costs, "sync"),
                 int(_total(costs, "saved_bytes", "later_bytes")),
-                seconds,
-                peak,
+                float(prices.alone[index]),
+                int(prices.alone_bytes[index]),
             )
         )
     return out

@@ -128,7 +128,7 @@ class Found:
         """Return every way to split a layer with its price when all others re-optimise."""
         limit = self.time_limit if time_limit is None else time_limit
         return alternatives(
-            self.formulation, self.solution.choice, layer, self.memory_bytes, time_limit=limit
+            self.formulation, self.solution, layer, self.memory_bytes, time_limit=limit
         )
 
     def frontier(self, points: int = 8) -> list[Priced]:

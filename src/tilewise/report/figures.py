@@ -23,8 +23,8 @@ KINDS = {
     "compute": "#4c6ef5", "forward": "#4c6ef5", "backward": "#2b3fa8", "optimizer": "#8792b8",
     "halo": "#0b9488", "exchange": "#d9730d", "sync": "#9c36b5", "chosen": "#2b3fa8",
     "fits": "#8792b8", "too large": "#c92a2a", "own share": "#4c6ef5",
-    "what splitting adds": "#d9730d", "one device": "#8792b8", "split": "#4c6ef5",
-    "input": "#86a80f",
+    "what splitting adds": "#d9730d", "one device": "#8792b8", "data parallel": "#0b9488",
+    "split": "#4c6ef5", "input": "#86a80f",
 }  # fmt: skip
 PALETTE = ("#2f6fde", "#d9730d", "#0b7a75", "#b8338a", "#6741d9", "#5c7c0f", "#c92a2a", "#495057")
 UNITS = {"s": 1e-3, "bytes": 2.0**20}

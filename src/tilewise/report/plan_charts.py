@@ -182,7 +182,7 @@ def _memory(view: Mapping[str, Any]) -> Chart:
         f"{view['label']}: memory of the fullest device",
         "memory",
         x_label="time",
-        y_label="held",
+        y_label="memory held",
         x_unit="s",
         y_unit="bytes",
         series=[Series("predicted", held)],

@@ -72,7 +72,7 @@ def simulation_charts(label: str, data: Mapping[str, Any]) -> Iterator[Chart]:
             f"{label}: memory of the fullest simulated rank",
             "memory",
             x_label="time",
-            y_label="held",
+            y_label="memory held",
             x_unit="s",
             y_unit="bytes",
             series=[Series("simulated", held)],

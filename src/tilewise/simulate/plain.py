@@ -10,7 +10,7 @@
      "agreement": {"bytes_equal": true, "planned_step_seconds": …, "planned_peak_bytes": …,
                    "planned_bytes": …, "step_ratio": …, "peak_ratio": …, "differences": []},
      "layers": [{"name", "kind", "degrees", "flops", "compute_s", "halo_s", "exchange_s",
-                 "sent_bytes", "received_bytes", "messages"}],    slowest rank, forward + backward
+                 "sent_bytes", "received_bytes", "messages"}],    slowest rank, all phases
      "timeline": [{"stream": "compute" | "messages" | "sync", "layer", "phase": "forward" |
                    "backward" | "again" | "optimizer", "kind", "start_s", "end_s"}],
      "memory": [{"layer", "phase", "start_s", "end_s", "peak_bytes", "end_bytes"}],  fullest rank

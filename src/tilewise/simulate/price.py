@@ -86,6 +86,8 @@ class Call:
 
     def compute_s(self, segment: Segment) -> float:
         """Return the seconds of a segment of this call."""
+        if segment.phase == "optimizer":
+            return self.update_s
         backward = segment.phase == "backward"
         measured = self._measured
         if measured is not None:
@@ -130,7 +132,7 @@ class Call:
         return None if found is None else (found.forward_s, found.backward_s)
 
     @property
-    def optimizer_s(self) -> float:
+    def update_s(self) -> float:
         """Seconds in which the optimizer updates the call's blocks."""
         moved = self.blocks * (3 + 2 * STATES[self.setting.optimizer])
         return float(memory_s(self.setting.machine, _array(moved)))
@@ -194,10 +196,6 @@ class Prices:
         span = 1.0 if inside else node + 1.0
         size, count = _array(one.bytes), _array(len(one.ranks))
         return float(sum_s(self.setting.machine, size, count, _array(span)))
-
-    @property
-    def optimizer_s(self) -> float:
-        return sum(call.optimizer_s for call in self.calls.values())
 
 
 def _array(number: float) -> Floats:

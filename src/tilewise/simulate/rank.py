@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tilewise.graph import Graph, ParallelModel
 from tilewise.graph.executable import Executable
+from tilewise.graph.held import Held
 from tilewise.graph.lower import Planned
 from tilewise.graph.steps import Step
 from tilewise.graph.template import rebuild
@@ -87,10 +88,11 @@ class _Watched(Executable):
 def run_rank(
     model: nn.Module, graph: Graph, plan: Plan, *, ranks: int, rank: int, optimizer: str = "adam"
 ) -> RankRun:
-    """Run forward, backward and gradient sums of one rank.
+    """Run forward, backward, gradient sums and the optimizer's update of one rank.
 
-    The model is on the meta device, or else only its shapes matter. The optimizer itself does not
-    run: its states are counted all the time, and its temporaries once all gradients are there.
+    The model is on the meta device, or else only its shapes matter. The update is not run but
+    noted, layer by layer: its states are there all the time, its temporaries while a layer's blocks
+    are updated.
     """
     mesh = SimulatedMesh(ranks, rank)
     split = ParallelModel(_on_meta(model), graph, plan, mesh)
@@ -120,16 +122,28 @@ def run_rank(
         torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
         del outputs, ends
     mesh.recorder = None
-    moment = TEMPORARIES[optimizer] * max(map(_bytes, parameters), default=0)
+    updates = _updates(run.planned, split.held, recorder.now, TEMPORARIES[optimizer])
     return RankRun(
         rank,
         run.planned,
-        list(recorder.segments.values()),
-        peak_bytes=max(recorder.peak, recorder.now + moment),
+        [*recorder.segments.values(), *updates],
+        peak_bytes=max([recorder.peak, *(update.peak_bytes for update in updates)]),
         block_bytes=blocks,
         state_bytes=states,
         other_bytes=sum(map(_bytes, others)),
     )
+
+
+def _updates(planned: Planned, held: Held, now: int, temporaries: int) -> list[Segment]:
+    """Return the update of each layer's blocks, with all gradients there."""
+    found = []
+    for node in planned.program.nodes:
+        parameters = [value for value in node.values() if value.origin == "parameter"]
+        if parameters:
+            largest = max(_bytes(held.tensor(value)) for value in parameters)
+            peak = now + temporaries * largest
+            found.append(Segment(node.name, "optimizer", peak_bytes=peak, end_bytes=now))
+    return found
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -7,7 +7,7 @@
 A layer begins when the one before it is done. Its halo starts with it, and hides behind the share
 of its compute that the machine overlaps; other exchanges of a layer hide behind nothing. Sums of
 gradients follow each other, from the moment when their bucket is complete, and the optimizer waits
-for the last one.
+for the last one; then it updates one layer after the other.
 """
 
 from __future__ import annotations
@@ -60,12 +60,15 @@ class Timeline:
         return sum(bar.end_s - bar.start_s for bar in self.bars if bar.stream == stream)
 
 
-def lay(segments: Sequence[Priced], optimizer_s: float, overlap: float) -> Timeline:
+def lay(segments: Sequence[Priced], overlap: float) -> Timeline:
     """Lay priced segments one after the other; `overlap` is the machine's for halos."""
+    updates = [one for one in segments if one.segment.phase == "optimizer"]
     bars: list[Bar] = []
     spans = []
     now = synced = sync = forward = 0.0
     for one in segments:
+        if one.segment.phase == "optimizer":
+            continue
         segment, began = one.segment, now
         add = _Adder(bars, segment)
         now = add("messages", "exchange", now, one.before_s)
@@ -80,9 +83,12 @@ def lay(segments: Sequence[Priced], optimizer_s: float, overlap: float) -> Timel
         if segment.phase == "forward":
             forward = now
     tail = max(synced - now, 0.0)
-    end = _Adder(bars, Segment("optimizer", "optimizer"))
-    end("compute", "optimizer", now + tail, optimizer_s)
-    return Timeline(tuple(bars), tuple(spans), forward, now - forward, sync, tail, optimizer_s)
+    began = end = now + tail
+    for one in updates:
+        start = end
+        end = _Adder(bars, one.segment)("compute", "optimizer", start, one.compute_s)
+        spans.append((one.segment, start, end))
+    return Timeline(tuple(bars), tuple(spans), forward, now - forward, sync, tail, end - began)
 
 
 class _Adder:

@@ -60,10 +60,7 @@ class Simulation:
     def timelines(self) -> dict[int, Timeline]:
         """Each rank's own timeline: what it would take if nobody kept it waiting."""
         overlap = self.machine.overlap_halo
-        return {
-            rank: lay(segments, self._prices[rank].optimizer_s, overlap)
-            for rank, segments in self.priced.items()
-        }
+        return {rank: lay(segments, overlap) for rank, segments in self.priced.items()}
 
     @cached_property
     def slowest(self) -> list[Priced]:
@@ -73,8 +70,7 @@ class Simulation:
     @cached_property
     def timeline(self) -> Timeline:
         """The step, in which every layer waits for the slowest of the simulated ranks."""
-        optimizer = max(prices.optimizer_s for prices in self._prices.values())
-        return lay(self.slowest, optimizer, self.machine.overlap_halo)
+        return lay(self.slowest, self.machine.overlap_halo)
 
     @property
     def step_seconds(self) -> float:

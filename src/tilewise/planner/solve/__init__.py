@@ -1,8 +1,9 @@
 """Choose a candidate for each layer so that the step is fastest, and prove it."""
 
-from tilewise.planner.solve.answer import Prices, Range, frontier, price, ranges, solve
+from tilewise.planner.solve.answer import frontier, solve
 from tilewise.planner.solve.evaluate import Cost, evaluate
 from tilewise.planner.solve.memory import InfeasibleError, LeastMemory, least_memory
+from tilewise.planner.solve.pricing import Prices, price, prices
 from tilewise.planner.solve.problem import Consumer, Moves, Problem, Tie, Transfer, Variable
 from tilewise.planner.solve.solver import Solution
 
@@ -14,7 +15,6 @@ __all__ = [
     "Moves",
     "Prices",
     "Problem",
-    "Range",
     "Solution",
     "Tie",
     "Transfer",
@@ -23,6 +23,6 @@ __all__ = [
     "frontier",
     "least_memory",
     "price",
-    "ranges",
+    "prices",
     "solve",
 ]

@@ -40,6 +40,7 @@ class Solution:
         bound: no assignment that fits is faster than this.
         optimal: whether the choice is proven best, up to one part in 10⁹.
         gap: (seconds − bound) / bound.
+        weights: those that gave the bound.
         solve_seconds: how long it took to find.
         statistics: what the solver did.
     """
@@ -50,18 +51,22 @@ class Solution:
     bound: float
     optimal: bool
     gap: float
+    weights: Weights
     solve_seconds: float
     statistics: Mapping[str, float]
 
 
 class Solver:
-    """The state of solving one problem."""
+    """The state of solving one problem; only what is faster than `limit` is looked for."""
 
-    def __init__(self, problem: Problem, cap: int | None, deadline: float) -> None:
+    def __init__(
+        self, problem: Problem, cap: int | None, deadline: float, limit: float = np.inf
+    ) -> None:
         self.began = time.monotonic()
         self.problem = problem = know(problem)
         self.cap = cap
         self.deadline = deadline
+        self.limit = limit
         self.best: tuple[int, ...] | None = None
         self.cost: Cost | None = None
         self.bound = 0.0
@@ -75,12 +80,12 @@ class Solver:
 
     @property
     def seconds(self) -> float:
-        """The best time so far."""
-        return np.inf if self.cost is None else self.cost.seconds
+        """The best time so far, or the limit."""
+        return self.limit if self.cost is None else self.cost.seconds
 
     @property
     def closed(self) -> bool:
-        """Whether the best assignment is proven best."""
+        """Whether no assignment is faster than the best one, or than the limit."""
         return self.bound >= self.seconds * (1.0 - TOLERANCE)
 
     @property
@@ -148,6 +153,7 @@ class Solver:
             bound,
             self.closed,
             0.0 if self.seconds == bound else gap,
+            self.weights,
             time.monotonic() - self.began,
             self.statistics,
         )
@@ -170,8 +176,8 @@ class Solver:
         return chosen
 
     def _penalty(self) -> float:
-        if self.cost is not None:
-            return 4.0 * self.cost.seconds
+        if np.isfinite(self.seconds):
+            return 4.0 * self.seconds
         variables = self.problem.variables
         return sum(float((v.forward + v.backward + v.sync).max()) for v in variables) + 1e-6
 
@@ -190,7 +196,7 @@ class Solver:
             v.held - low + total + np.maximum(v.burst, floor) <= self.cap
             for v, low in zip(self.problem.variables, least)
         ]
-        return self._keep(masks)
+        return all(mask.all() for mask in masks) or self._keep(masks)
 
     def _keep(self, masks: Sequence[np.ndarray], scores: Sequence[Floats] | None = None) -> bool:
         """Keep live candidates; if some variable has none left, the best is proven best."""

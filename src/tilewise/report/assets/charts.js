@@ -4,7 +4,7 @@ const KIND_COLOURS = {
   optimizer: "--kind-optimizer", halo: "--kind-halo", exchange: "--kind-exchange",
   sync: "--kind-sync", chosen: "--accent", fits: "--kind-optimizer", "too large": "--bad",
   "own share": "--kind-compute", "what splitting adds": "--kind-exchange",
-  "one device": "--kind-optimizer", split: "--kind-compute", input: "--dim-w",
+  "one device": "--kind-optimizer", "data parallel": "--kind-halo", split: "--kind-compute", input: "--dim-w",
 };
 const colourOf = (kind) => `var(${KIND_COLOURS[kind] || "--dim-none"})`;
 const seriesColour = (index) => `var(--series-${index % 8})`;
@@ -37,15 +37,18 @@ function keys(chart) {
     const items = chart.series.map((one) => {
       const style = one.look === "ideal" ? "border-top-style: dashed; color: var(--soft)"
         : `${one.look === "published" ? "border-top-style: dotted; " : ""}color: ${seriesColour(colour++)}`;
-      return el("li", {}, el("span", { class: "line-key", style }), one.label);
+      return el("li", {}, el("span", { class: one.look === "points" ? "dot-key" : "line-key", style }), one.label);
     });
     return el("ul", { class: "keys" }, items);
   }
   const kinds = [...new Set(chart.bars.map((bar) => bar.kind))];
-  if (kinds.length < 2) return el("span");
-  return el("ul", { class: "keys" }, kinds.map((kind) =>
-    el("li", {}, el("span", { class: "swatch", style: `background: ${colourOf(kind)}` }),
-      KIND_WORDS[kind] || kind)));
+  const items = kinds.length < 2 ? [] : kinds.map((kind) =>
+    el("li", {}, el("span", { class: "swatch", style: `background: ${colourOf(kind)}` }), KIND_WORDS[kind] || kind));
+  for (const mark of chart.marks) {
+    items.push(el("li", {}, el("span", { class: "line-key", style: "border-top-style: dotted; color: var(--bad)" }),
+      `${mark.label}: ${format(chart.x_unit)(mark.value)}`));
+  }
+  return items.length ? el("ul", { class: "keys" }, items) : el("span");
 }
 
 function dataTable(chart) {
@@ -96,6 +99,8 @@ function ticks(map, unit, wanted) {
         if (value >= map.least && value <= map.most) found.push(value);
       }
     }
+    /* Between few round powers, round steps say more. */
+    if (found.length < 3) return ticks({ least: map.least, most: map.most, log: false }, unit, wanted);
     const every = Math.ceil(found.length / wanted);
     return found.filter((_, index) => index % every === 0);
   }
@@ -222,11 +227,12 @@ function drawBars(chart, width, onLayer) {
   const lanes = [...new Set(chart.bars.map((bar) => bar.lane))];
   const longest = Math.max(...lanes.map((lane) => lane.length));
   const left = Math.min(Math.max(90, longest * 6.9 + 12), width * 0.45), right = width - 84, pitch = 30;
-  const height = lanes.length * pitch + 8;
+  const height = lanes.length * pitch + 28;
   const most = Math.max(...chart.bars.map((bar) => bar.end)) || 1;
   const fx = format(chart.x_unit);
   const text = lanes.map((lane) => `${lane}: ${fx(Math.max(...chart.bars.filter((bar) => bar.lane === lane).map((bar) => bar.end)))}`).join("; ");
   const plot = svg("svg", { class: "plot", viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${chart.title}. ${text}` });
+  plot.append(svg("text", { x: left, y: height - 6 }, chart.x_label));
   const room = Math.floor((left - 12) / 6.6);
   lanes.forEach((lane, index) => {
     const y = 4 + index * pitch;
@@ -247,6 +253,12 @@ function drawBars(chart, width, onLayer) {
     plot.append(svg("text", { x: left + (right - left) * end / most + 6, y: y + 18 }, fx(end)));
   });
   return plot;
+}
+
+/* The ends of a layer's path that still say which one it is: a number alone does not. */
+function tails(path) {
+  const parts = path.split(".");
+  return parts.map((_, index) => parts.slice(index).join(".")).slice(1).filter((text) => /[a-z]/i.test(text));
 }
 
 function drawTimeline(chart, width, onLayer, figure) {
@@ -283,11 +295,9 @@ function drawTimeline(chart, width, onLayer, figure) {
         onpointermove: (event) => showTip(event, `${bar.layer}\n${bar.note ? `${bar.note}, ` : ""}${bar.kind}: ${fx(bar.end - bar.start)} from ${fx(bar.start)}`),
         onpointerleave: hideTip, onclick: () => onLayer(bar.layer), style: "cursor: pointer",
       }));
-      const room = Math.floor((size - 8) / 6.5);
-      if (room > 4) {
-        const name = bar.layer.length > room ? `…${bar.layer.slice(1 - room)}` : bar.layer;
-        plot.append(svg("text", { x: x(bar.start) + 4, y: y + 18, style: "fill: var(--card); pointer-events: none" }, name));
-      }
+      const room = (size - 8) / 6.8;
+      const name = [bar.layer, ...tails(bar.layer)].find((text) => text.length <= room);
+      if (name) plot.append(svg("text", { x: x(bar.start) + 4, y: y + 18, style: "fill: var(--card); pointer-events: none" }, name));
     }
     for (const mark of chart.marks) {
       plot.append(svg("line", { class: "mark", x1: x(mark.value), x2: x(mark.value), y1: top, y2: height - 26 }));

@@ -51,7 +51,7 @@ class Comparison {
     const only = first.layers.length + second.layers.length - 2 * common.length;
     root.append(el("p", { id: "difference" }, `${differ.length} of ${common.length} layers are split differently${only ? `; ${only} are in one of them only` : ""}.`));
     if (!differ.length) return;
-    const heads = [["layer", false, "name"], [first.label], [second.label], ["time", true], ["time", true], ["difference", true]];
+    const heads = [["layer", false, "name"], [first.label], [second.label], [`time, ${first.label}`, true], [`time, ${second.label}`, true], ["difference", true]];
     const time = (layer) => layerSeconds(layer);
     const list = differ.map((layer) => {
       const other = theirs.get(layer.name), mine = time(layer), its = time(other);

@@ -2,6 +2,7 @@
 const SVG = "http://www.w3.org/2000/svg";
 const LETTERS = "ndhwcf";
 const WORDS = { n: "samples", d: "depth", h: "height", w: "width", c: "channels", f: "filters" };
+const PHASES = ["forward", "backward"];
 const KINDS = ["compute", "halo", "exchange", "sync"];
 const KIND_WORDS = {
   compute: "compute", halo: "halo not hidden", exchange: "exchange", sync: "gradient sums",

@@ -68,72 +68,84 @@ class LayerPanel {
     const number = DATA.plans.indexOf(view);
     const simulated = DATA.simulations.filter((one) => one.plans.includes(number) && one.layers[layer.name]);
     const measured = DATA.runs.filter((one) => one.plans.includes(number) && one.layers[layer.name] !== undefined);
-    const watched = measured.map((one) => el("p", { class: "note" }, `${one.label}: measured ${seconds(one.layers[layer.name])} forward on the slowest rank.`));
+    const watched = measured.map((one) => el("p", { class: "note" }, `${one.label}: measured ` +
+      PHASES.filter((phase) => one.layers[layer.name][`${phase}_s`]).map((phase) => `${seconds(one.layers[layer.name][`${phase}_s`])} ${phase}`).join(", ") + " on the slowest rank."));
     if (layer.compute_s === undefined) return [...watched, el("p", { class: "note" }, "No costs are known here; tilewise plan -o writes them into the plan's file.")];
     const values = KINDS.map((kind) => layer[`${kind}_s`]);
     const total = values.reduce((a, b) => a + b, 0) || 1;
     const bar = el("div", { class: "stack", role: "img", "aria-label": KINDS.map((kind, index) => `${KIND_WORDS[kind]} ${seconds(values[index])}`).join(", ") },
       KINDS.map((kind, index) => el("i", { style: `width: ${100 * values[index] / total}%; background: ${colourOf(kind)}` })));
     const step = (view.step || []).find((one) => one.name === layer.name);
-    /* What a simulated layer has too: neither the optimizer, nor gradient sums, which come in buckets. */
-    const alike = values.map((value, index) => index === 3 ? 0 : step ? step.forward_s[index] + step.backward_s[index] : value);
-    const heads = [["kind"], ["predicted", true]];
-    if (step) heads.push(["forward", true], ["backward", true]);
+    /* Gradient sums are simulated in buckets, so a layer's own has nothing to stand beside. */
+    const alike = values.map((value, index) => KINDS[index] === "sync" ? 0 : value);
+    const heads = [["kind"]];
+    if (step) heads.push(["forward", true], ["backward", true], ["optimizer", true]);
+    heads.push(["predicted", true]);
     for (const one of simulated) heads.push([`simulated: ${one.label}`, true], ["ratio", true]);
-    for (const one of measured) heads.push([`measured: ${one.label}`, true]);
     const rows = KINDS.map((kind, index) => {
-      const row = [el("span", {}, el("span", { class: "swatch", style: `background: ${colourOf(kind)}` }), KIND_WORDS[kind]), seconds(values[index])];
+      const row = [el("span", {}, el("span", { class: "swatch", style: `background: ${colourOf(kind)}` }), KIND_WORDS[kind])];
       if (step) {
-        const both = kind === "sync" ? ["–", seconds(step.sync_s)] : [seconds(step.forward_s[index]), seconds(step.backward_s[index])];
-        row.push(...both);
+        row.push(...(kind === "sync" ? ["–", seconds(step.sync_s)] : [seconds(step.forward_s[index]), seconds(step.backward_s[index])]));
+        row.push(kind === "compute" ? seconds(step.optimizer_s) : "–");
       }
+      row.push(seconds(values[index]));
       for (const one of simulated) {
         const theirs = one.layers[layer.name][`${kind}_s`];
-        row.push(seconds(theirs ?? 0), theirs && alike[index] ? `${digits(theirs / alike[index])}×` : "–");
+        row.push(theirs || kind !== "sync" ? seconds(theirs) : "–", theirs && alike[index] ? `${digits(theirs / alike[index])}×` : "–");
       }
-      for (const _ of measured) row.push("–");
       return row;
     });
-    if (step && measured.length) {
-      const forward = step.forward_s.reduce((a, b) => a + b, 0);
-      rows.push(["forward, all kinds", seconds(forward), "", "", ...simulated.flatMap(() => ["", ""]),
-        ...measured.map((one) => `${seconds(one.layers[layer.name])} (${digits(one.layers[layer.name] / forward)}×)`)]);
-    }
-    const found = [el("h3", {}, measured.length ? "Costs in a step, predicted and measured" : simulated.length ? "Costs in a step, predicted and simulated" : "Costs in a step"), bar,
+    const found = [el("h3", {}, simulated.length ? "Costs in a step, predicted and simulated" : "Costs in a step"), bar,
       table(heads, rows, `Costs of ${layer.name}`)];
     const share = view.step_seconds ? ` · ${digits(100 * (layerSeconds(layer) || 0) / view.step_seconds, 2)} % of the step` : "";
-    found.push(el("p", { class: "note" }, `All ranks send ${bytes(layer.bytes)} for it${share}. Compute includes the optimizer; gradient sums hide behind backward.`));
+    found.push(el("p", { class: "note" }, `All ranks send ${bytes(layer.bytes)} for it${share}. Gradient sums hide behind backward${simulated.length ? "; simulated ones, in buckets, stand with the layer that completes one" : ""}.`));
     if (step) found.push(el("p", { class: "note" }, `The fullest device holds ${bytes(step.forward_bytes)} when it runs forward, ${bytes(step.backward_bytes)} backward.`));
+    if (measured.length) found.push(...this.measured(layer, step, measured));
     if (!simulated.length && !measured.length) found.push(el("p", { class: "note" }, "Give a simulation of this plan, or a profiled run, to see it beside the prediction."));
     return found;
   }
 
-  prices(view, layer) {
-    const exact = view.explain[layer.name];
-    const owner = view.into[layer.name];
-    const ways = (view.prices || {})[layer.name] || (view.prices || {})[owner];
-    if (exact) return [el("h3", {}, "Every other way to split it"), this.exact(view, exact)];
-    if (!ways) return [];
-    const base = view.step_seconds;
-    const ends = ways.flatMap((way) => [way.low, way.high ?? way.low]).filter((value) => value <= base * 3);
-    const low = Math.min(...ends), high = Math.max(...ends, low * 1.0001);
-    const at = (value) => 100 * Math.min(1, Math.max(0, (value - low) / (high - low)));
-    const rows = ways.map((way) => {
-      const top = way.high ?? high;
-      const range = el("div", { class: "range", role: "img", "aria-label": `between ${seconds(way.low)} and ${way.high === null ? "any time" : seconds(way.high)}` },
-        el("i", { style: `left: ${0.94 * at(way.low)}%; width: ${0.94 * Math.max(at(top) - at(way.low), 0)}%` }));
-      const more = (value) => value === null ? "–" : Math.abs(value / base - 1) < 5e-5 ? "the same" : percent(value / base - 1);
-      return { chosen: way.chosen, cells: [way.chosen ? `${way.degrees} (chosen)` : way.degrees, more(way.low), more(way.high), range, bytes(way.peak_bytes)] };
+  measured(layer, step, runs) {
+    const heads = [[""], ["predicted", true], ...runs.flatMap((one) => [[`measured: ${one.label}`, true], ["ratio", true]])];
+    const rows = PHASES.map((phase) => {
+      const predicted = step ? step[`${phase}_s`].reduce((a, b) => a + b, 0) : null;
+      return [phase, seconds(predicted), ...runs.flatMap((one) => {
+        const taken = one.layers[layer.name][`${phase}_s`];
+        return [seconds(taken), taken && predicted ? `${digits(taken / predicted)}×` : "–"];
+      })];
     });
-    return [el("h3", {}, owner !== layer.name && !(view.prices || {})[layer.name] ? `Other ways to split ${owner}` : "Other ways to split it"),
-      table([["degrees"], ["at least", true], ["at most", true], ["step"], ["memory", true]], rows, `Prices for ${layer.name}`),
-      el("p", { class: "note" }, "“At least” bounds the step when all other layers re-optimise, “at most” is the step if they stay as they are; a dash: that alone is not allowed or does not fit.")];
+    return [el("h3", {}, "Predicted and measured"), table(heads, rows, `Measured times of ${layer.name}`),
+      el("p", { class: "note" }, "The median of the profiled steps on the slowest rank, with messages and the profiler's own time; gradient sums and the optimizer stand apart.")];
   }
 
-  exact(view, ways) {
-    const rows = ways.slice(0, 24).map((way) => ({ chosen: way.chosen, cells: [
-      way.chosen ? `${way.degrees} (chosen)` : way.degrees, `${way.exact ? "" : "≥ "}${seconds(way.step_seconds)}`,
-      way.step_seconds === null ? "does not fit" : percent(way.step_seconds / view.step_seconds - 1), bytes(way.peak_bytes), way.decides] }));
-    return table([["degrees"], ["step", true], ["more", true], ["memory", true], ["decides"]], rows, "Prices");
+  prices(view, layer) {
+    const known = { ...view.prices, ...view.explain };
+    const owner = known[layer.name] ? layer.name : view.into[layer.name];
+    const ways = (known[owner] || []).slice(0, 24);
+    if (!ways.length) return [];
+    const title = owner === layer.name ? "What other ways to split it cost" : `What other ways to split ${owner} cost`;
+    if (ways.length === 1) return [el("h3", {}, title), el("p", { class: "note" }, `There is no other way: it was pinned to ${ways[0].degrees}, or has only this one.`)];
+    const base = view.step_seconds;
+    const ends = ways.flatMap((way) => [way.step_seconds, way.alone_seconds]).filter((value) => value && value <= base * 3);
+    const low = Math.min(...ends, base), high = Math.max(...ends, low * 1.0001);
+    const at = (value) => 94 * Math.min(1, Math.max(0, (value - low) / (high - low)));
+    const more = (value) => Math.abs(value / base - 1) < 5e-5 ? "the same" : percent(value / base - 1);
+    const rows = ways.map((way) => {
+      const fits = typeof way.step_seconds === "number", alone = typeof way.alone_seconds === "number";
+      const left = fits ? at(way.step_seconds) : 94;
+      const range = el("div", { class: way.exact ? "range exact" : "range", "aria-hidden": "true" },
+        fits ? el("i", { style: `left: ${left}%; width: ${Math.max((alone ? at(way.alone_seconds) : 94) - left, 0)}%` }) : null);
+      const bounded = !way.exact && typeof way.found_seconds === "number";
+      const low = fits ? more(way.step_seconds) : "does not fit", top = bounded ? more(way.found_seconds) : low;
+      return { chosen: way.chosen, cells: [way.chosen ? `${way.degrees} (chosen)` : way.degrees,
+        low === top ? low : `${low} … ${top}`, way.exact ? "exact" : bounded ? "between" : "at least",
+        alone ? more(way.alone_seconds) : "–", range, bytes(way.alone_peak_bytes), ...(way.decides ? [way.decides] : [])] };
+    });
+    const heads = [["degrees"], ["step", true], [""], ["others stay", true], ["", false, "drawn"], ["memory", true]];
+    if (ways[0].decides) heads.push(["decides"]);
+    return [el("h3", {}, title),
+      table(heads, rows, `Prices for ${owner}`),
+      el("p", { class: "note" }, "“Step” is the best step with that split when all other layers re-optimise: exact, or between two bounds, or at least that, where the time for proving ran out. " +
+        "“Others stay” is the step, with its memory, if nothing else changes; a dash where that alone is not allowed or does not fit. Memory is the sum that the search limits: never too small, often above the step's real peak.")];
   }
 }

@@ -1,0 +1,217 @@
+"""The price of each candidate: the best time with it when all other variables re-optimise.
+
+Bounds of all candidates come first, the highest that some sweeps and trees give. Then the cheapest
+candidates are settled one by one: the problem is solved with the candidate fixed. Only what may be
+part of an assignment faster than some `reach` enters it, by the bounds that are known; the reach
+grows until it holds the price. Every assignment on the way also bounds the price of all that it
+consists of, so that one solution often settles the candidates of many variables.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tilewise.planner.solve.answer import solve
+from tilewise.planner.solve.descend import Descent
+from tilewise.planner.solve.known import know
+from tilewise.planner.solve.live import Live
+from tilewise.planner.solve.memory import least_memory
+from tilewise.planner.solve.problem import Floats, Ints, Problem
+from tilewise.planner.solve.relax import Relaxation
+from tilewise.planner.solve.restrict import restrict
+from tilewise.planner.solve.search import TOLERANCE
+from tilewise.planner.solve.solver import Solution, Solver
+
+ENTRIES = 1 << 18
+"""How many moves of one tensor to know where all candidates of all variables are bounded."""
+ROUNDS, FEWEST = 24, 2
+"""How often to bound all candidates, and how often if there is no time."""
+SLACK, WIDEN, FARTHEST = 0.02, 4.0, 8.0
+"""How far above its bound a price is looked for first, how that grows, and where it ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What is known of the candidates of one variable.
+
+    Args:
+        seconds: the best time with each; a lower bound where it is not `exact`; infinite where no
+            assignment with it fits.
+        found: the best time that was found, the same where `exact`.
+        exact: whether that is proven.
+        alone: the time if only this variable is changed; infinite where that is not allowed or
+            does not fit.
+        alone_bytes: the memory if only this variable is changed.
+    """
+
+    seconds: Floats
+    found: Floats
+    exact: np.ndarray
+    alone: Floats
+    alone_bytes: Ints
+
+
+def price(
+    problem: Problem,
+    variable: int,
+    cap: int | None = None,
+    *,
+    solution: Solution | None = None,
+    time_limit: float = 30.0,
+) -> Prices:
+    """Price all candidates of one variable; `solution` is the problem's, if there is one."""
+    deadline = time.monotonic() + time_limit
+    problem = know(problem)
+    if solution is None:
+        solution = solve(problem, cap, time_limit=time_limit / 2)
+    pricing = Pricing(problem, cap, solution)
+    pricing.bound(deadline)
+    pricing.settle([variable], len(problem.variables[variable]), deadline)
+    return pricing.prices(variable)
+
+
+def prices(
+    problem: Problem,
+    solution: Solution,
+    cap: int | None = None,
+    *,
+    most: int,
+    time_limit: float = 30.0,
+) -> list[Prices]:
+    """Price the candidates of all variables; the `most` cheapest of each exactly, time allowing."""
+    deadline = time.monotonic() + time_limit
+    pricing = Pricing(problem, cap, solution)
+    pricing.bound(deadline)
+    everyone = range(len(problem.variables))
+    pricing.settle(everyone, most, deadline)
+    return [pricing.prices(v) for v in everyone]
+
+
+class Pricing:
+    """Between which times the price of each candidate lies: a bound, and the best time known."""
+
+    def __init__(self, problem: Problem, cap: int | None, solution: Solution) -> None:
+        self.problem, self.cap, self.solution = know(problem), cap, solution
+        limit = np.inf if cap is None else cap
+        self._alone, self._peaks, self._best, self._low = [], [], [], []
+        alone = Descent(self.problem, cap).alone(solution.choice)
+        for seconds, peak in alone:
+            known = np.where(peak > limit, np.inf, seconds)
+            self._alone.append(known)
+            self._peaks.append(peak.astype(np.int64))
+            self._best.append(known.copy())
+            self._low.append(np.minimum(solution.bound, known))
+        self._live = Live(self.problem, ENTRIES)
+        self._relaxation = Relaxation(self._live, solution.weights, 4.0 * solution.seconds)
+
+    def prices(self, v: int) -> Prices:
+        """Return what is known of a variable's candidates by now."""
+        exact = self._exact(v)
+        seconds = np.where(exact, self._best[v], self._low[v])
+        return Prices(seconds, self._best[v], exact, self._alone[v], self._peaks[v])
+
+    def bound(self, deadline: float) -> None:
+        """Bound the price of all candidates from below, in a quarter of the time."""
+        live, relaxation = self._live, self._relaxation
+        shared = [link.share.min() < 1 for link in live.links]
+        order = np.argsort(shared, kind="stable")
+        random = np.random.default_rng(0)
+        constant = 0.0
+        if self.cap is not None:
+            floor = max(int(v.burst.min()) for v in self.problem.variables)
+            constant = relaxation.weights.byte * (floor - self.cap)
+        now = time.monotonic()
+        enough = now + (deadline - now) / 4
+        for number in range(ROUNDS):
+            for _ in range(2):
+                relaxation.sweep()
+            last = number >= FEWEST and time.monotonic() > enough
+            last |= number == ROUNDS - 1
+            tree = order if last or number % 2 else random.permutation(len(order))
+            _, bounds, _ = relaxation.marginals(tree.tolist())
+            for low, best, bound in zip(self._low, self._best, bounds, strict=True):
+                np.minimum(np.maximum(low, bound + constant), best, out=low)
+            if last:
+                break
+            live.lean(relaxation.decode(), 1.5 / (4.0 + number))
+            relaxation.reweigh(relaxation.weights)
+
+    def settle(self, variables: Iterable[int], most: int, deadline: float) -> None:
+        """Make the `most` cheapest candidates exact: one of each variable, then another of each."""
+        left = list(variables)
+        tried: set[tuple[int, int]] = set()
+        while left:
+            unsettled = []
+            for v in left:
+                k = self._next(v, most, tried)
+                if k is None:
+                    continue
+                now = time.monotonic()
+                if now >= deadline:
+                    return
+                tried.add((v, k))
+                self._settle(v, k, now + (deadline - now) / 8)
+                unsettled.append(v)
+            left = unsettled
+
+    def _next(self, v: int, most: int, tried: set[tuple[int, int]]) -> int | None:
+        cheapest = np.argsort(self._low[v], kind="stable")[:most]
+        rest = cheapest[~self._exact(v)[cheapest]].tolist()
+        return next((k for k in rest if (v, k) not in tried), None)
+
+    def _exact(self, v: int) -> np.ndarray:
+        low, best = self._low[v], self._best[v]
+        return np.asarray((low >= best * (1.0 - 2 * TOLERANCE)) | np.isposinf(low))
+
+    def _settle(self, v: int, k: int, deadline: float) -> None:
+        low, best = self._low[v], self._best[v]
+        slack = SLACK * low[k]
+        while not self._exact(v)[k]:
+            reach = low[k] + slack
+            if best[k] <= reach * (1.0 + SLACK):
+                reach = best[k]
+            elif reach > FARTHEST * self.solution.seconds:
+                reach = np.inf
+            solver = self._solve(v, k, reach, deadline)
+            low[k] = min(max(low[k], np.inf if solver is None else solver.bound), best[k])
+            if solver is not None and not solver.closed:
+                return
+            slack *= WIDEN
+
+    def _solve(self, v: int, k: int, reach: float, deadline: float) -> Solver | None:
+        """Look for the best assignment below `reach` with a candidate; None if none can fit."""
+        kept = []
+        for low, chosen in zip(self._low, self.solution.choice, strict=True):
+            mask = low <= reach
+            mask[chosen] = True
+            kept.append(np.flatnonzero(mask))
+        kept[v] = np.array([k])
+        fixed = restrict(self.problem, dict(enumerate(kept)))
+        hints: list[Sequence[int]] = []
+        if np.isinf(self._best[v][k]):
+            hint = [int(np.searchsorted(*pair)) for pair in zip(kept, self.solution.choice)]
+            hint[v] = 0
+            hints = [hint]
+        if self.cap is not None and np.isinf(reach):
+            least = least_memory(fixed, (deadline - time.monotonic()) / 4)
+            if least is not None and least.bound > self.cap:
+                return None
+            hints += [] if least is None else [least.choice]
+        solver = Solver(fixed, self.cap, deadline, reach)
+        if hints:
+            solver.start(hints)
+        solver.solve()
+        if solver.best is not None:
+            self._learn(
+                [int(some[place]) for some, place in zip(kept, solver.best)], solver.seconds
+            )
+        return solver
+
+    def _learn(self, choice: Sequence[int], seconds: float) -> None:
+        for best, low, k in zip(self._best, self._low, choice, strict=True):
+            best[k] = min(best[k], seconds)
+            low[k] = min(low[k], best[k])
