@@ -17,7 +17,7 @@ import zarr
 from typer.testing import CliRunner
 
 from tilewise.cli.data_make import make
-from tilewise.data import open_source
+from tilewise.data import TfRecordSource, open_source
 from tilewise.data.synthetic import KINDS, generate
 from tilewise.data.write import Array, Field, chunk, lay_out
 from tilewise.errors import DataError
@@ -87,6 +87,26 @@ def test_readers_open_what_was_made(format: str, files: str, tmp_path: Path) -> 
         assert source.fields[name].shape == array.shape[1:]
 
 
+def test_volumes_are_made_as_the_benchmarks_files(tmp_path: Path) -> None:
+    """The record's own reader checks lengths and checksums; the channels are last in the file."""
+    generate("cosmology", tmp_path / "set", size=16, count=3, seed=4, format="tfrecord", workers=1)
+    files = sorted((tmp_path / "set").glob("*.tfrecord"))
+    stored = TfRecordSource(files)
+    assert stored.fields["x"].shape == (16, 16, 16, 4)
+    for index in range(len(files)):
+        stored.verify(index)
+    source = open_source(tmp_path / "set")
+    for index in range(3):
+        expected = KINDS["cosmology"].sample(16, 4, index)
+        for name, values in expected.items():
+            field = source.fields[name]
+            found = np.empty(field.shape, field.dtype)
+            source.fill(index, name, tuple((0, extent) for extent in field.shape), found)
+            np.testing.assert_array_equal(found, values)
+    with pytest.raises(DataError, match="'tfrecord' is CosmoFlow's"):
+        generate("mesh", tmp_path / "mesh", size=17, count=1, format="tfrecord", workers=1)
+
+
 @pytest.mark.parametrize(("format", "files"), WAYS)
 def test_the_number_of_processes_changes_no_byte(format: str, files: str, tmp_path: Path) -> None:
     def made(name: str, workers: int) -> dict[str, bytes]:
@@ -150,7 +170,7 @@ def test_a_longer_set_begins_with_the_shorter_one(tmp_path: Path) -> None:
         ({"count": 0}, "count 0 must be at least 1"),
         ({"seed": -1}, "seed -1 must be in"),
         ({"workers": 0}, "workers 0 must be at least 1"),
-        ({"format": "csv"}, "'csv' must be one of hdf5, zarr, npy"),
+        ({"format": "csv"}, "'csv' must be one of hdf5, zarr, npy, tfrecord"),
         ({"files": "two"}, "'two' must be one of one, each"),
         ({"format": "npy", "files": "each"}, "'each' is for hdf5"),
         ({"size": 10**6}, "the set takes .* GB, but"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -67,6 +68,17 @@ def test_the_demo_finds_all_splits_equal(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     assert "14 of 14 splits equal one device" in ran.stdout
+
+
+def test_widths_prints_the_test_error_of_each_width(tmp_path: Path) -> None:
+    tiny = "--widths 2 --seeds 0 --epochs 1 --count 16 --batch 8 --size 16 --base 0.03125"
+    command = [sys.executable, str(ROOT / "examples" / "widths.py"), *tiny.split(), "--out", "out"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert ran.returncode == 0, ran.stderr
+    (error,) = re.findall(r"k = 2, seed 0: test error ([0-9.]+)", ran.stdout)
+    summary = json.loads((tmp_path / "out" / "k2-seed0" / "summary.json").read_text())
+    assert float(error) == pytest.approx(1 - summary["test"]["accuracy"], abs=1e-4)
+    assert re.search(rf"│ +2 │ +[0-9,]+ │ +{error} ", ran.stdout)
 
 
 def test_the_readme_trains_and_saves_an_ordinary_state_dict(tmp_path: Path) -> None:

@@ -73,11 +73,16 @@ def open_files(
     """Open those of the files that are of a kind with one sample to a file."""
     records = [file for file in files if file.name.endswith(TFRECORD)]
     if records:
-        source = TfRecordSource(records, keys=keys, reference=reference)
-        cubes = [name for name, field in source.fields.items() if len(field.shape) == 4]
-        return Permuted(source, dict.fromkeys(cubes, (3, 0, 1, 2)))
+        return _open_records(records, keys, reference)
     images = [file for file in files if file.name.endswith(NIFTI)]
     return NiftiSource({"x": images}, reference=reference) if images else None
+
+
+def _open_records(files: Sequence[Path], keys: Sequence[str] | None, reference: int = 0) -> Source:
+    """Open CosmoFlow's files with the channels in front."""
+    source = TfRecordSource(files, keys=keys, reference=reference)
+    cubes = [name for name, field in source.fields.items() if len(field.shape) == 4]
+    return Permuted(source, dict.fromkeys(cubes, (3, 0, 1, 2)))
 
 
 def _open_npy(files: dict[str, Path], keys: Sequence[str] | None, path: Path) -> Source:
@@ -116,6 +121,9 @@ def _open_made(path: Path, keys: Sequence[str] | None) -> Source:
         source = ZarrSource(path / "data.zarr", names)
     elif facts.get("format") == "npy":
         source = _open_npy({name: path / f"{name}.npy" for name in facts["fields"]}, names, path)
+    elif facts.get("format") == "tfrecord":
+        records = [path / f"{k:05d}.tfrecord" for k in range(facts["count"])]
+        source = _open_records(records, names)
     else:
         raise DataError(f"data: {path / 'set.json'}: format {facts.get('format')!r} is not known")
     _check_made(path, facts, source)

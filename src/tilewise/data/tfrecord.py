@@ -126,7 +126,7 @@ class TfRecordSource(Source):
             size = file.length(path)
             for what, at, count in (("length", 0, 8), ("example", HEADER, size)):
                 found = struct.unpack("<I", file.read(at + count, 4))[0]
-                if found != _masked_crc(file.read(at, count)):
+                if found != masked_crc(file.read(at, count)):
                     raise DataError(
                         f"data: {path}: the checksum of its {what} does not fit, expected "
                         f"{found:#010x}"
@@ -273,7 +273,8 @@ def _varint(file: _File, at: int) -> tuple[int, int]:
             raise IndexError(f"no end of a number at {at}")
 
 
-def _masked_crc(data: bytes) -> int:
+def masked_crc(data: bytes) -> int:
+    """Return the checksum that follows a length and an example."""
     import google_crc32c  # type: ignore[import-untyped]
 
     crc: Any = google_crc32c.value(data)

@@ -1,10 +1,11 @@
 """Write a set to disk: fields `x`, `y`, … of `count` samples, and `set.json` that describes them.
 
-    format  files   on disk                                   written by
-    hdf5    one     data.h5, a dataset a field, sample first   bytes into their place
-    hdf5    each    00000.h5, 00001.h5, …                      a file a sample
-    zarr    one     data.zarr, an array a field, sample first  chunks, which no two samples share
-    npy     one     x.npy, y.npy, …                            bytes into their place
+    format    files   on disk                                   written by
+    hdf5      one     data.h5, a dataset a field, sample first   bytes into their place
+    hdf5      each    00000.h5, 00001.h5, …                      a file a sample
+    zarr      one     data.zarr, an array a field, sample first  chunks, which no two samples share
+    npy       one     x.npy, y.npy, …                            bytes into their place
+    tfrecord  one     00000.tfrecord, 00001.tfrecord, …          a file a sample
 
 The files are laid out before the first sample; then processes write samples independently, in any
 order. Nothing is compressed: a slab's bytes on disk are its bytes in memory.
@@ -23,11 +24,12 @@ import numpy as np
 import zarr
 from numpy.typing import NDArray
 
+from tilewise.data.tfrecord_write import write_record
 from tilewise.errors import DataError
 
 Array = NDArray[Any]
 
-FORMATS = ("hdf5", "zarr", "npy")
+FORMATS = ("hdf5", "zarr", "npy", "tfrecord")
 FILES = ("one", "each")
 DESCRIPTION = "set.json"
 # Edge of a Zarr chunk: 32³ float32 is 128 KiB, small enough for thin slabs, large enough to read.
@@ -61,7 +63,7 @@ def check_format(format: str, files: str) -> None:
     if files not in FILES:
         raise DataError(f"files {files!r} must be one of {', '.join(FILES)}")
     if files == "each" and format != "hdf5":
-        raise DataError(f"files 'each' is for hdf5; {format} holds all samples in one: use 'one'")
+        raise DataError(f"files 'each' is for hdf5; {format} has its own way: use 'one'")
 
 
 def lay_out(
@@ -77,6 +79,9 @@ def lay_out(
         return _FlatWriter(
             {name: lay_out_npy(folder / f"{name}.npy", fields[name], count) for name in fields}
         )
+    if format == "tfrecord":
+        _check_records(fields)
+        return _RecordWriter(folder, dict(fields))
     group = zarr.create_group(store=folder / "data.zarr", zarr_format=3)
     for name, field in fields.items():
         group.create_array(
@@ -144,6 +149,27 @@ class _ZarrWriter:
             for name, field in self.fields.items():
                 into: Any = group[name]
                 into[index] = _checked(name, sample, field, index)
+
+
+@dataclass(frozen=True)
+class _RecordWriter:
+    folder: Path
+    fields: dict[str, Field]
+
+    def write(self, index: int, sample: Mapping[str, Array]) -> None:
+        arrays = {name: _checked(name, sample, self.fields[name], index) for name in self.fields}
+        write_record(self.folder / f"{index:05d}.tfrecord", arrays)
+
+
+def _check_records(fields: Mapping[str, Field]) -> None:
+    """Raise unless the readers of CosmoFlow's files take such fields."""
+    x, y = fields["x"], fields["y"]
+    cube = len(x.shape) == 4 and x.shape[0] == 4 and len(set(x.shape[1:])) == 1
+    if not cube or x.dtype != "int16" or len(y.shape) != 1 or y.dtype != "float32":
+        raise DataError(
+            "format 'tfrecord' is CosmoFlow's, for cubes of 4 channels in int16 and a list of "
+            f"floats, not for {x.dtype} {x.shape} and {y.dtype} {y.shape}; use hdf5, zarr or npy"
+        )
 
 
 def _checked(name: str, sample: Mapping[str, Array], field: Field, index: int) -> Array:

@@ -49,7 +49,7 @@ class Make(Section):
     size: Positive = 64
     count: Positive = 512
     seed: Count = 0
-    format: Literal["hdf5", "zarr", "npy"] = "hdf5"
+    format: Literal["hdf5", "zarr", "npy", "tfrecord"] = "hdf5"
 
 
 class DataSection(Section):
