@@ -29,6 +29,9 @@ from tilewise.planner.traffic import coords
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+AT_ONCE = 1 << 17
+"""How many (pair of layouts, rank)s to look at together."""
+
 
 @dataclass(frozen=True)
 class Layouts:
@@ -273,36 +276,79 @@ def _columns(values: NDArray[Any], paired: bool) -> NDArray[Any]:
 
 
 def _moved_by_rank(source: Layouts, target: Layouts, node: int, paired: bool) -> Bill:
-    """Look at every rank's blocks under both layouts, a row of sources at a time."""
-    low, high = _intervals(target.blocks(), target.parts, target.shape)
-    here = _intervals(source.blocks(), source.parts, source.shape)
+    """Look at every rank's blocks under both layouts.
+
+    Along one dim few layouts differ, so overlaps are found once for those; the rest is products.
+    """
     coarse = _outside(source, node)
     nested = source.blocks() // (source.parts // coarse)[:, None, :]
+    there = _intervals(target.blocks(), target.parts, target.shape)
+    here = _intervals(source.blocks(), source.parts, source.shape)
     around = _intervals(nested, coarse, source.shape)
-    every = _boxes(low, high)
+    lines = [
+        _Line(
+            extent, source.parts[:, d], (*(x[d] for x in here), *(x[d] for x in around)),
+            (there[0][d], there[1][d]),
+        )
+        for d, extent in enumerate(source.shape)
+    ]  # fmt: skip
+    every = _boxes(*there)
     width = 1 if paired else len(target)
     near, far, near_messages, far_messages = np.zeros((4, len(source), width))
-    columns = np.arange(width)
-    for row in range(len(source)):
-        some = slice(row, row + 1) if paired else slice(None)
-        first, last = low[:, some], high[:, some]
-        mine = _boxes(np.maximum(first, here[0][:, [row]]), np.minimum(last, here[1][:, [row]]))
-        begin = np.maximum(first, around[0][:, [row]])
-        end = np.minimum(last, around[1][:, [row]])
-        close = np.maximum(_boxes(begin, end), mine)
-        wanted = every[some]
-        worst = (wanted - mine + 1e-3 * (wanted - close)).argmax(1)
-        at = (slice(None), columns, worst)
-        near[row] = (close - mine)[columns, worst]
-        far[row] = (wanted - close)[columns, worst]
-        own = mine[columns, worst] > 0
-        inside = _touched(begin[at], end[at], source.parts[row], source.shape)
-        inside = np.maximum(inside, own)
-        near_messages[row] = inside - own
-        touched = _touched(first[at], last[at], source.parts[row], source.shape)
-        far_messages[row] = touched - inside
+    step = max(AT_ONCE // max(width * source.ranks, 1), 1)
+    for start in range(0, len(source), step):
+        rows = np.arange(start, min(start + step, len(source)))
+        columns = rows[:, None] if paired else np.arange(width)[None]
+        mine = close = np.ones((1, 1, 1), np.int64)
+        at = [(line.here[rows][:, None], line.there[columns]) for line in lines]
+        for line, pair in zip(lines, at, strict=True):
+            mine, close = mine * line.own[pair], close * line.near[pair]
+        close = np.maximum(close, mine)
+        wanted = every[columns]
+        worst = (wanted - mine + 1e-3 * (wanted - close)).argmax(-1)
+        own, inside, touched = np.ones((3, *worst.shape), np.int64)
+        for line, pair in zip(lines, at, strict=True):
+            own *= line.own[(*pair, worst)]
+            inside *= line.near_count[(*pair, worst)]
+            touched *= line.count[(*pair, worst)]
+        most = every[columns, worst]
+        held = np.take_along_axis(close, worst[..., None], -1)[..., 0]
+        has = own > 0
+        inside = np.maximum(inside, has)
+        near[rows], far[rows] = held - own, most - held
+        near_messages[rows], far_messages[rows] = inside - has, touched - inside
     ones = np.ones_like(near)
     return Bill(near, far, near_messages, far_messages, 0.0 * ones, ones, ones)
+
+
+class _Line:
+    """The overlaps along one dim, for every rank, of the cuts that sources and targets make.
+
+    `here` and `there` number the cuts of each source and target. By these numbers and rank, `own`
+    is what a rank has of what it needs, `near` what its node is sure to have, and the counts are
+    from how many blocks that comes and from how many all of it.
+    """
+
+    def __init__(
+        self, extent: int, parts: Ints, source: tuple[Ints, ...], target: tuple[Ints, ...]
+    ) -> None:
+        ranks = source[0].shape[1]
+        rows, self.here = _distinct((*source, parts[:, None]))
+        columns, self.there = _distinct(target)
+        cuts = rows[:, None, -1:]
+        begin, end, first, last = (rows[:, None, k * ranks : (k + 1) * ranks] for k in range(4))
+        low, high = columns[None, :, :ranks], columns[None, :, ranks:]
+        self.own = np.maximum(np.minimum(end, high) - np.maximum(begin, low), 0)
+        first, last = np.maximum(first, low), np.minimum(last, high)
+        self.near = np.maximum(last - first, 0)
+        self.near_count = _touched(first, last, cuts, extent)
+        self.count = _touched(low, high, cuts, extent)
+
+
+def _distinct(columns: tuple[Ints, ...]) -> tuple[Ints, Ints]:
+    """Return each row once, and where each stands."""
+    rows, where = np.unique(np.concatenate(columns, axis=1), axis=0, return_inverse=True)
+    return rows, where.reshape(-1)
 
 
 def _intervals(index: Ints, parts: Ints, shape: tuple[int, ...]) -> tuple[Ints, Ints]:
@@ -321,14 +367,11 @@ def _boxes(begin: Ints, end: Ints) -> Ints:
     return found
 
 
-def _touched(begin: Ints, end: Ints, parts: Ints, shape: tuple[int, ...]) -> Ints:
-    """Return how many blocks of a cut into `parts` the boxes touch."""
-    found = np.ones(begin.shape[1:], np.int64)
-    for dim, extent in enumerate(shape):
-        first = ((begin[dim] + 1) * parts[dim] - 1) // extent
-        last = (end[dim] * parts[dim] - 1) // extent
-        found *= np.where(end[dim] > begin[dim], last - first + 1, 0)
-    return found
+def _touched(begin: Ints, end: Ints, parts: Ints, extent: int) -> Ints:
+    """Return how many blocks of a cut into `parts` the intervals touch."""
+    first = ((begin + 1) * parts - 1) // extent
+    last = (end * parts - 1) // extent
+    return np.asarray(np.where(end > begin, last - first + 1, 0), np.int64)
 
 
 def _scattered(layout: Layout) -> bool:

@@ -37,7 +37,7 @@ def solve(
     solver.start(hints)
     least = None
     if cap is not None and solver.best is None:
-        least = least_memory(problem, time_limit / 4)
+        least = least_memory(problem, time_limit / 4, enough=cap)
         if least is not None:
             if least.bound > cap:
                 raise InfeasibleError(cap, least, holders(problem, least.choice))

@@ -15,6 +15,9 @@ from tilewise.planner.solve.problem import Problem
 from tilewise.planner.solve.restrict import bytes_for_seconds, restrict
 from tilewise.planner.solve.solver import Solver
 
+NONE = 1 << 62
+"""More bytes than any assignment needs."""
+
 
 @dataclass(frozen=True, slots=True)
 class LeastMemory:
@@ -52,46 +55,75 @@ class InfeasibleError(PlanError):
         )
 
 
-def least_memory(problem: Problem, time_limit: float = 30.0) -> LeastMemory | None:
+def least_memory(
+    problem: Problem, time_limit: float = 30.0, *, enough: int = 0
+) -> LeastMemory | None:
     """Minimise Σ held + max burst; None if no assignment keeps all ties.
 
-    The sum is minimised among candidates below some burst, which is lowered from solution to
-    solution until the bound of the sum plus the least burst there is shows that no more is won.
+    As few bytes as are `enough` end the search.
+
+    Between two bursts no assignment needs less than the lower burst and what must be held if none
+    is above the higher one. Ranges are halved, the one with the lowest bound first, until none
+    promises less than the best assignment found.
     """
     deadline = time.monotonic() + time_limit
     problem = know(problem)
     swapped = bytes_for_seconds(problem)
     floor = max(int(v.burst.min()) for v in problem.variables)
-    best: LeastMemory | None = None
-    below = max(int(v.burst.max()) for v in problem.variables) + 1
-    unexplored = 0
-    while below > floor:
-        kept = {k: np.flatnonzero(v.burst < below) for k, v in enumerate(problem.variables)}
-        solver = Solver(restrict(swapped, kept), None, deadline)
-        solver.start(())
-        solver.solve()
-        found = solver.solution()
-        if found is None:
-            below = floor if solver.closed else below
+    bursts = np.unique(np.concatenate([v.burst for v in problem.variables]).clip(floor))
+    best: tuple[int, ...] | None = None
+    peak = NONE
+    # bytes held at least, and the first and last burst of a range
+    ranges = [(0, 0, len(bursts) - 1)]
+    unproven = peak
+    while ranges:
+        ranges.sort(key=lambda r: -(r[0] + int(bursts[r[1]])))
+        held, low, high = ranges.pop()
+        bound = held + int(bursts[low])
+        high = min(high, int(np.searchsorted(bursts, peak - held)) - 1)
+        if bound >= peak or low > high:
+            continue
+        if best is not None and (time.monotonic() > deadline or peak <= enough):
+            unproven = min(unproven, bound)
             break
-        choice = tuple(int(kept[k][place]) for k, place in enumerate(found.choice))
-        cost = evaluate(problem, choice)
-        bound = int(np.ceil(found.bound * (1 - 1e-9)))
-        if found.optimal:
-            bound = cost.held_bytes
-        unexplored = bound + floor
-        if best is None or cost.peak_bytes < best.peak_bytes:
-            best = LeastMemory(choice, cost.peak_bytes, 0)
-        if unexplored >= best.peak_bytes:
-            return LeastMemory(best.choice, best.peak_bytes, best.peak_bytes)
-        if not found.optimal:
-            break
-        # All with this burst or more hold no less than this one did.
-        below = min(cost.burst_bytes, best.peak_bytes - bound)
-    if best is None:
-        return None
-    proven = best.peak_bytes if below <= floor else min(unexplored, best.peak_bytes)
-    return LeastMemory(best.choice, best.peak_bytes, proven)
+        half = high
+        if best is not None:
+            half = int(np.searchsorted(bursts, (bursts[low] + bursts[high]) / 2, "right")) - 1
+        if half < high:
+            ranges.append((held, half + 1, high))
+        found, least = _least_held(problem, swapped, int(bursts[half]), deadline)
+        least = max(held, least)
+        cost = None if found is None else evaluate(problem, found)
+        if cost is not None and cost.peak_bytes < peak:
+            best, peak = found, cost.peak_bytes
+        if cost is None or cost.held_bytes > least:
+            unproven = min(unproven, least + int(bursts[low]))
+            continue
+        # All with its burst or more, up to the half, hold no less than it does.
+        below = int(np.searchsorted(bursts, cost.burst_bytes)) - 1
+        if below >= low:
+            ranges.append((least, low, below))
+    return None if best is None else LeastMemory(best, peak, min(peak, unproven))
+
+
+def _least_held(
+    problem: Problem, swapped: Problem, burst: int, deadline: float
+) -> tuple[tuple[int, ...] | None, int]:
+    """Return an assignment that holds little with bursts up to some size, and what any one holds.
+
+    If there is none, that is NONE.
+    """
+    kept = {k: np.flatnonzero(v.burst <= burst) for k, v in enumerate(problem.variables)}
+    solver = Solver(restrict(swapped, kept), None, deadline)
+    solver.start(())
+    solver.solve()
+    found = solver.solution()
+    if found is None:
+        return None, NONE if solver.closed else 0
+    choice = tuple(int(kept[k][place]) for k, place in enumerate(found.choice))
+    if found.optimal:
+        return choice, evaluate(problem, choice).held_bytes
+    return choice, int(np.ceil(found.bound * (1 - 1e-9)))
 
 
 def holders(problem: Problem, choice: Sequence[int]) -> list[tuple[str, int]]:

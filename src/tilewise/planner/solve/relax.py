@@ -22,11 +22,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from tilewise.planner.solve.live import Link, Live
+from tilewise.planner.solve.live import Link, Live, Table
 from tilewise.planner.solve.problem import Floats
 from tilewise.planner.solve.weights import Weights
-
-Conditional = tuple[Floats, list[tuple[int, Floats]], list[tuple[int, Floats]]]
 
 
 class Relaxation:
@@ -48,22 +46,13 @@ class Relaxation:
         self._to_second = [np.zeros(len(self._targets[link.table])) for link in live.links]
         self.reweigh(weights)
 
-    def copy(self, weights: Weights) -> Relaxation:
-        """Return a relaxation with other weights that starts from this one's messages."""
-        twin = object.__new__(Relaxation)
-        twin.live, twin._penalty = self.live, self._penalty
-        twin._sources, twin._targets = self._sources, self._targets
-        twin._to_first, twin._to_second = list(self._to_first), list(self._to_second)
-        twin.reweigh(weights)
-        return twin
-
     def reweigh(self, weights: Weights) -> None:
         """Take new weights, and what became of the live candidates; messages stay useful."""
         live = self.live
         self.weights = weights
         variables = live.problem.variables
         self.costs = [weights.of_variable(v)[c] for v, c in zip(variables, live.candidates)]
-        self._tables = [table.weigh(weights, self._penalty) for table in live.tables]
+        self._tables = [self.weigh(table, weights) for table in live.tables]
         for k, link in enumerate(live.links):
             table = live.tables[link.table]
             old = np.searchsorted(self._sources[link.table], table.sources)
@@ -107,37 +96,13 @@ class Relaxation:
                 total += self._to_second[k][link.second_labels]
         return total
 
-    def base(self) -> float:
-        """Return the bound that the messages of the last sweep prove."""
-        return sum(self._floor(v, self.reduced(v)) for v in range(len(self.costs)))
+    def messages(self, link: int) -> tuple[Floats, Floats]:
+        """Return what a link has given to its first and to its second variable, by label."""
+        return self._to_first[link], self._to_second[link]
 
-    def conditional(self, v: int) -> Conditional:
-        """Return what choosing a candidate of v adds to the bound, after all before it.
-
-        Returns:
-            By candidate of v; then, to be taken off, by candidate of earlier variables; then, to
-            be added, by candidates of an earlier variable and of v.
-        """
-        own = self.reduced(v)
-        own -= self._floor(v, own)
-        off: list[tuple[int, Floats]] = []
-        pairs: list[tuple[int, Floats]] = []
-        for k in self._before[v]:
-            link = self.live.links[k]
-            table = self._tables[link.table] * link.share
-            if link.first == v:
-                own -= self._to_first[k][link.first_labels]
-                off.append((link.second, self._to_second[k][link.second_labels]))
-                pairs.append((link.second, table.T[np.ix_(link.second_labels, link.first_labels)]))
-            else:
-                own -= self._to_second[k][link.second_labels]
-                off.append((link.first, self._to_first[k][link.first_labels]))
-                pairs.append((link.first, table[np.ix_(link.first_labels, link.second_labels)]))
-        return own, off, pairs
-
-    def weighted(self, table: int) -> Floats:
-        """Return a table's moves as one number each."""
-        return self._tables[table]
+    def weigh(self, table: Table, weights: Weights) -> Floats:
+        """Return a table's moves as one number each, under other weights."""
+        return table.weigh(weights, self._penalty)
 
     def _floor(self, v: int, reduced: Floats) -> float:
         return (1.0 - self._parts[v] * len(self._before[v])) * float(reduced.min())

@@ -2,9 +2,11 @@
 
 A partial assignment chooses a candidate for the first variables. It is dropped when
 
-- its lower bound, known costs plus what the messages promise of the rest, is not below the best
-  assignment's time, for any of the relaxations given; or
+- its lower bound, known costs plus the least that the rest can add (see eliminate.py), is not below
+  the best assignment's time, for any of the weights given; or
 - another one that looks the same to the variables that are left costs no more in any way.
+
+Variables are chosen in the reverse of the order in which they were eliminated.
 
 If the number of partial assignments grows above a width, those with the highest bounds are set
 aside, and the lowest of their bounds limits what is proven.
@@ -18,9 +20,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tilewise.planner.solve.eliminate import Bucket
 from tilewise.planner.solve.live import Live
 from tilewise.planner.solve.problem import Floats, Ints
-from tilewise.planner.solve.relax import Conditional, Relaxation
+from tilewise.planner.solve.terms import Terms
 
 TOLERANCE = 1e-9
 """An assignment that is better by less than this part is not looked for."""
@@ -68,36 +71,18 @@ class _Partial:
         return len(self.burst)
 
 
-def _raised(step: Conditional, partial: _Partial) -> Floats:
-    """Return the first bound of each partial assignment with each candidate."""
-    own, off, pairs = step
-    bound = partial.bounds[:, 0].copy()
-    for w, by_candidate in off:
-        bound -= by_candidate[partial.chosen[w]]
-    raised = bound[:, None] + own[None, :]
-    for w, table in pairs:
-        raised += table[partial.chosen[w]]
-    return raised
-
-
-def _rise(step: Conditional, chosen: dict[int, Ints], v: int) -> Floats:
-    """Return by how much the candidates chosen for v raise each partial assignment's bound."""
-    own, off, pairs = step
-    rise = own[chosen[v]]
-    for w, by_candidate in off:
-        rise -= by_candidate[chosen[w]]
-    for w, table in pairs:
-        rise += table[chosen[w], chosen[v]]
-    return rise
+CHUNK = 1 << 22
+"""The most bounds to compute at once."""
 
 
 class Search:
     """Enumeration with bounds over the live candidates of a problem."""
 
-    def __init__(self, live: Live, relaxations: Sequence[Relaxation], cap: int | None) -> None:
-        self.live = live
-        self.relaxations = relaxations
-        self.cap = cap
+    def __init__(self, live: Live, terms: Sequence[Terms], cap: int | None) -> None:
+        """Take the live problem and its costs under some weights, all with the same order."""
+        self.live, self.terms, self.cap = live, terms, cap
+        self.order = tuple(reversed(terms[0].order.variables))
+        self._turn = {v: k for k, v in enumerate(self.order)}
         problem = live.problem
         self._own = [
             np.stack((v.forward, v.backward, v.sync, v.held.astype(float)), 1)[c]
@@ -112,16 +97,16 @@ class Search:
             for v in (link.first, link.second):
                 if link.table not in self._touching[v]:
                     self._touching[v].append(link.table)
-
         self._last = [
-            max(max(live.links[k].first, live.links[k].second) for k in links)
+            max(self._turn[v] for k in links for v in (live.links[k].first, live.links[k].second))
             for links in self._links
         ]
 
     def run(self, best: float, width: int, deadline: float) -> Found:
         """Look for assignments below `best` seconds; after the deadline, nothing is found."""
-        constants = [self._constant(r) for r in self.relaxations]
-        start = [r.base() + c for r, c in zip(self.relaxations, constants)]
+        nothing = np.zeros((0, len(self._own)), np.int64)
+        buckets = [terms.eliminate() for terms in self.terms]
+        start = [e.least + self._constant(t) for e, t in zip(buckets, self.terms)]
         partial = _Partial(
             np.zeros(1, np.int64),
             {},
@@ -132,21 +117,21 @@ class Search:
         )
         self._aside = np.inf
         trail: list[tuple[Ints, Ints]] = []
-        for v in range(len(self._own)):
+        for turn, v in enumerate(self.order):
             if time.monotonic() > deadline:
-                return Found(np.zeros((0, len(self._own)), np.int64), 0.0)
-            seen = self._seen(v + 1)
-            partial = self._extend(partial, v, best, 8 * width)
-            partial = partial.take(self._undominated(partial, v, seen))
+                return Found(nothing, 0.0)
+            seen = self._seen(turn + 1)
+            partial = self._extend(partial, v, [e.buckets[v] for e in buckets], best, 8 * width)
+            partial = partial.take(self._undominated(partial, turn, seen))
             partial = partial.take(self._lowest(partial.bounds.max(1), width))
             if not len(partial):
-                return Found(np.zeros((0, len(self._own)), np.int64), self._aside)
+                return Found(nothing, self._aside)
             trail.append((partial.parents, partial.chosen[v]))
             partial.chosen = {w: partial.chosen[w] for w in seen}
-            partial.wanted = {k: w for k, w in partial.wanted.items() if self._last[k] > v}
+            partial.wanted = {k: w for k, w in partial.wanted.items() if self._last[k] > turn}
         rows = np.argsort(partial.sums[:, 0] + partial.sums[:, 1:3].max(1), kind="stable")[:8]
         choices = np.zeros((len(rows), len(trail)), np.int64)
-        for v, (parents, chosen) in reversed(list(enumerate(trail))):
+        for v, (parents, chosen) in reversed(list(zip(self.order, trail))):
             choices[:, v] = chosen[rows]
             rows = parents[rows]
         return Found(choices, self._aside)
@@ -159,28 +144,28 @@ class Search:
         self._aside = min(self._aside, float(bounds[ranked[count:]].min()))
         return ranked[:count]
 
-    def _constant(self, relaxation: Relaxation) -> float:
+    def _constant(self, terms: Terms) -> float:
         if self.cap is None:
             return 0.0
-        return relaxation.weights.byte * (self._floor - self.cap)
+        return terms.weights.byte * (self._floor - self.cap)
 
-    def _extend(self, partial: _Partial, v: int, best: float, width: int) -> _Partial:
+    def _extend(
+        self, partial: _Partial, v: int, buckets: list[list[Bucket]], best: float, width: int
+    ) -> _Partial:
         """Add variable v in all ways that stay below the best."""
         limit = best * (1.0 - TOLERANCE)
-        steps = [relaxation.conditional(v) for relaxation in self.relaxations]
-        raised = _raised(steps[0], partial)
-        rows, places = np.nonzero(raised < limit)
-        few = self._lowest(raised[rows, places], width)
-        rows, places = rows[few], places[few]
-        first = raised[rows, places]
+        rows, places, first = self._below(partial, v, buckets[0], limit)
+        few = self._lowest(first, width)
+        rows, places, first = rows[few], places[few], first[few]
         longer = partial.take(rows)
         longer.parents = rows
         longer.chosen[v] = places
         longer.sums += self._own[v][places]
         longer.burst = np.maximum(longer.burst, self._burst[v][places])
         longer.bounds[:, 0] = first
-        for k, step in enumerate(steps[1:], 1):
-            longer.bounds[:, k] += _rise(step, longer.chosen, v)
+        for k, some in enumerate(buckets[1:], 1):
+            for bucket in some:
+                longer.bounds[:, k] += bucket.at(longer.chosen)
         for table in self._touching[v]:
             self._charge(table, v, longer)
         forward, backward, sync, held = longer.sums.T
@@ -189,6 +174,21 @@ class Search:
             ok &= held + np.maximum(longer.burst, self._floor) <= self.cap
         return longer.take(ok)
 
+    def _below(
+        self, partial: _Partial, v: int, buckets: list[Bucket], limit: float
+    ) -> tuple[Ints, Ints, Floats]:
+        """Return rows and candidates of v whose first bound is below a limit, with the bound."""
+        step = max(CHUNK // len(self._burst[v]), 1)
+        found: list[tuple[Ints, Ints, Floats]] = []
+        for begin in range(0, len(partial), step):
+            some = slice(begin, begin + step)
+            chosen = {w: places[some] for w, places in partial.chosen.items()}
+            raised = partial.bounds[some, :1] + sum(bucket.rows(chosen) for bucket in buckets)
+            rows, places = np.nonzero(raised < limit)
+            found.append((rows + begin, places, raised[rows, places]))
+        rows, places, bounds = (np.concatenate(column) for column in zip(*found))
+        return rows, places, bounds
+
     def _charge(self, table: int, v: int, partial: _Partial) -> None:
         """Add, in place, what moving one tensor costs more now that v is chosen.
 
@@ -196,13 +196,14 @@ class Search:
         target label is the shares of *all* consumers that are chosen, as soon as one wants it.
         """
         links = [self.live.links[k] for k in self._links[table]]
-        source = links[0].first
-        if source > v:
+        source, now = links[0].first, self._turn[v]
+        if self._turn[source] > now:
             return
+        before = [link for link in links if self._turn[link.second] < now]
         moves = self.live.tables[table].moves
         s = links[0].first_labels[partial.chosen[source]]
-        old = [link for link in links if link.second < v and source != v]
-        new = [link for link in links if link.second == v or (link.second < v and source == v)]
+        old = [] if source == v else before
+        new = before if source == v else [link for link in links if link.second == v]
         paid = sum((link.share for link in old), np.zeros(len(links[0].share)))
         wanted = partial.wanted.get(table, np.full((len(s), 0), -1))
         for link in new:
@@ -211,8 +212,10 @@ class Search:
             fresh = (wanted != t[:, None]).all(1)
             for kind, column in ((0, moves.forward), (1, moves.backward), (3, moves.held)):
                 partial.sums[:, kind] += np.where(fresh, column[s, t], 0)
-            for k, relaxation in enumerate(self.relaxations):
-                weight = relaxation.weighted(table)
+            for k, terms in enumerate(self.terms):
+                if table in terms.exact:
+                    continue  # the buckets charge it once already
+                weight = terms.weighted(table)
                 due = np.where(others, link.share[wanted] * weight[s[:, None], wanted], 0.0)
                 due_now = np.where(fresh, paid[t] * weight[s, t], 0.0)
                 partial.bounds[:, k] += due_now + due.sum(1)
@@ -273,12 +276,12 @@ class Search:
                 continue
             first = self.live.links[links[0]]
             members = [(first.first, first.first_labels)]
-            if first.first >= done:
-                members = [
+            if self._turn[first.first] >= done or table in self.terms[0].exact:
+                members += [
                     (self.live.links[k].second, self.live.links[k].second_labels) for k in links
                 ]
             for v, labels in members:
-                if v < done:
+                if self._turn[v] < done:
                     known = columns.get(v)
                     joined = labels if known is None else known * (int(labels.max()) + 1) + labels
                     columns[v] = np.unique(joined, return_inverse=True)[1]

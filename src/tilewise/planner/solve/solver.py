@@ -1,8 +1,9 @@
 """Find the fastest assignment that fits, with a proof or a certified gap.
 
 1. Good assignments by coordinate descent from the hints and from cheap candidates.
-2. Rounds of bounding: sweep, bound each candidate, drop those that cannot beat the best, take
-   better weights. This shrinks thousands of candidates to a few.
+2. Rounds of bounding: bound each candidate, drop those that cannot beat the best, take better
+   weights. Sweeps of messages shrink thousands of candidates to a few; as soon as there are few
+   enough to eliminate variables, bounds are exact but for the weights.
 3. Enumeration of what is left, ever wider, until nothing is set aside or time is up.
 """
 
@@ -21,12 +22,15 @@ from tilewise.planner.solve.live import Live
 from tilewise.planner.solve.problem import Floats, Problem
 from tilewise.planner.solve.relax import Relaxation
 from tilewise.planner.solve.search import TOLERANCE, Search
+from tilewise.planner.solve.terms import WORK, Terms
 from tilewise.planner.solve.weights import Cuts, Weights
 
 ENTRIES = 1 << 16
 """How many moves of one tensor to know at first; more when the bounds need it."""
 WIDEST = 1 << 17
 """The most partial assignments to keep at once."""
+HINTS = 2
+"""From how many hints to descend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +75,13 @@ class Solver:
         self.cost: Cost | None = None
         self.bound = 0.0
         self.weights = Weights()
-        self.statistics: dict[str, float] = {"rounds": 0, "searches": 0, "width": 0}
+        self.statistics: dict[str, float] = {"rounds": 0, "exact": 0, "searches": 0, "width": 0}
         self._live = Live(problem, ENTRIES)
         self._descent = Descent(problem, cap)
         self._cuts = Cuts(cap)
         self._descended: set[tuple[int, ...]] = set()
         self._random = np.random.default_rng(0)
+        self._exact = False
 
     @property
     def seconds(self) -> float:
@@ -93,16 +98,17 @@ class Solver:
         """Whether time is up."""
         return time.monotonic() > self.deadline
 
-    def offer(self, choice: Sequence[int]) -> None:
-        """Take an assignment if it is the best so far; learn from it in any case."""
+    def offer(self, choice: Sequence[int]) -> Cost | None:
+        """Take an assignment if it is the best so far; return its cost if it keeps all ties."""
         try:
             cost = evaluate(self.problem, choice)
         except ValueError:
-            return
+            return None
         self._cuts.add(cost, self._floor())
         fits = self.cap is None or cost.peak_bytes <= self.cap
         if fits and cost.seconds < self.seconds:
             self.best, self.cost = tuple(choice), cost
+        return cost
 
     def descend(self, choice: Sequence[int]) -> None:
         """Offer an assignment and what coordinate descent makes of it."""
@@ -112,10 +118,18 @@ class Solver:
             self.offer(self._descent(choice))
 
     def start(self, hints: Sequence[Sequence[int]]) -> None:
-        """Descend from the hints and from the fastest candidates."""
-        first = self._cheapest()
-        for choice in (*hints, *([] if first is None else [first])):
+        """Descend from the best hints and from the fastest candidates."""
+        ranked = []
+        for hint in hints:
+            cost = self.offer(hint)
+            if cost is not None:
+                over = 0 if self.cap is None else max(cost.peak_bytes - self.cap, 0)
+                ranked.append((over, cost.seconds, tuple(hint)))
+        for _, _, choice in sorted(set(ranked))[:HINTS]:
             self.descend(choice)
+        first = self._cheapest()
+        if first is not None:
+            self.descend(first)
 
     def solve(self) -> None:
         """Improve the best assignment and the bound until they meet or time is up."""
@@ -130,7 +144,7 @@ class Solver:
                 break
             gained = self.bound > before[0] * (1 + 1e-4) or self.seconds < before[1] * (1 - 1e-4)
             idle = 0 if gained and moved else idle + 1
-            if idle < (3 if self._live.whole else 1):
+            if idle < (3 if self._live.whole and not self._exact else 1):
                 continue
             if not self._live.whole:
                 self._live.entries *= 4
@@ -211,12 +225,10 @@ class Solver:
         """Bound all candidates and drop some; return whether the weights changed."""
         self.statistics["rounds"] += 1
         relaxation = self._relaxation
-        for _ in range(2):
-            relaxation.sweep()
         weights = relaxation.weights
-        bounds, best = self._marginals()
-        self.offer(self._choice(best))
-        decoded = relaxation.decode()
+        bounds, decoded = self._bounds()
+        if self.closed:
+            return False
         self.descend(self._choice(decoded))
         self._live.lean(decoded, 1.5 / (3.0 + self.statistics["rounds"]))
         if not self._keep([b < self.seconds * (1 - TOLERANCE) for b in bounds], bounds):
@@ -228,6 +240,26 @@ class Solver:
         relaxation.reweigh(proposed)
         return proposed != weights
 
+    def _bounds(self) -> tuple[list[Floats], list[int]]:
+        """Bound all candidates; return also the places of a good assignment."""
+        relaxation = self._relaxation
+        if self._live.whole:
+            terms = Terms(relaxation, relaxation.weights)
+            self._exact = terms.order.work <= WORK
+            if self._exact:
+                self.statistics["exact"] += 1
+                found = terms.eliminate()
+                best = found.best()
+                self.offer(self._choice(best))
+                self._proven(found.least, ())
+                bounds = [] if self.closed else found.marginals()
+                return self._proven(found.least, bounds), best
+        for _ in range(2):
+            relaxation.sweep()
+        bounds, best = self._marginals()
+        self.offer(self._choice(best))
+        return bounds, relaxation.decode()
+
     def _marginals(self) -> tuple[list[Floats], list[int]]:
         """Bound all candidates by a tree, at random or of the tensors with one consumer first."""
         live, relaxation = self._live, self._relaxation
@@ -236,13 +268,17 @@ class Solver:
             shared = np.array([link.share.min() < 1 for link in live.links], bool)
             order = np.argsort(shared, kind="stable")
         total, bounds, best = relaxation.marginals(order.tolist())
-        constant = 0.0
+        return self._proven(total, bounds), best
+
+    def _proven(self, total: float, bounds: Sequence[Floats]) -> list[Floats]:
+        """Take a bound of the weighted sum; return those of all candidates in seconds."""
+        weights, constant = self._relaxation.weights, 0.0
         if self.cap is not None:
-            constant = relaxation.weights.byte * (self._floor() - self.cap)
+            constant = weights.byte * (self._floor() - self.cap)
         if total + constant > self.bound:
             self.bound = min(total + constant, self.seconds)
-            self.weights = relaxation.weights
-        return [b + constant for b in bounds], best
+            self.weights = weights
+        return [b + constant for b in bounds]
 
     def _choice(self, places: Sequence[int]) -> list[int]:
         return [int(c[k]) for c, k in zip(self._live.candidates, places)]
@@ -251,12 +287,11 @@ class Solver:
         """Enumerate what is left; return whether the best is now much better."""
         self.statistics["searches"] += 1
         self.statistics["width"] = width
-        relaxations = [self._relaxation.copy(w) for w in self.weights.around()]
-        for relaxation in relaxations:
-            for _ in range(3):
-                relaxation.sweep()
+        first, *others = self.weights.around()
+        order = Terms(self._relaxation, first).in_turn()
+        terms = [Terms(self._relaxation, weights, order) for weights in (first, *others)]
         before = self.seconds
-        found = Search(self._live, relaxations, self.cap).run(before, width, self.deadline)
+        found = Search(self._live, terms, self.cap).run(before, width, self.deadline)
         for places in found.choices:
             self.offer(self._choice(places))
         if len(found.choices):
