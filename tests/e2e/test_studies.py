@@ -60,6 +60,6 @@ def test_a_size_trains_or_dies_of_memory(tmp_path: Path) -> None:
     limited = Namespace(out=tmp_path, width=1.0, steps=1, limit=400)
     assert not study["attempt"](limited, 1, 96).trained
     roomy = Namespace(out=tmp_path, width=0.0625, steps=1, limit=4000)
-    small = study["attempt"](roomy, 1, 16)
+    small = study["attempt"](roomy, 1, 96)
     assert small.trained
     assert small.peak_bytes > 0
