@@ -13,7 +13,7 @@ from tilewise.models._build import he_init, scaled
 
 CHANNELS = (16, 32, 64, 128, 256, 256, 256)
 STRIDES = (1, 1, 1, 2, 1, 1, 1)
-SIZES = (16, 32, 64, 128, 256, 512)
+SIZES = (8, 16, 32, 64, 128, 256, 512)
 IN_CHANNELS = 4
 TARGETS = 4
 FINAL_SIZE = 2
@@ -55,7 +55,7 @@ def cosmoflow(
 
     Seven convolutions, with an average pool after each of the first log2(size) - 2, so that every
     size ends as 256 × 2³ and has the same parameters: five poolings at 128, six at 256, seven at
-    512, and fewer for the sizes 16, 32 and 64 that are no part of the paper. Oyama et al., "The
+    512, and fewer for the sizes 8 to 64 that are no part of the paper. Oyama et al., "The
     case for strong scaling in deep learning: training large 3D CNNs with hybrid parallelism", 2020.
     """
     if size not in SIZES:
