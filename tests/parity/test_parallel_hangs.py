@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import failing_models
-from tilewise import Mesh, ParallelModel
+from tilewise import Mesh, ParallelModel, capture, parallelize
 from tilewise.errors import MismatchError
 from tilewise.graph import Graph
 from tilewise.testing import ranks
@@ -96,6 +96,67 @@ def use_some(mesh: Mesh, graph: Graph, plan: str) -> None:
 @pytest.mark.parametrize("plan", ["n2 h2", "h2 f2", "c4"])
 def test_unused_detached_and_frozen_branches(plan: str) -> None:
     ranks(4, use_some, captured(Branches, SHAPE), plan)
+
+
+class Two(nn.Module):
+    """Two inputs; what comes of the first one is moved while the second one is worked on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(2, 4, 1)
+        self.b = nn.Conv2d(2, 4, (1, 3), padding=(0, 1))
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        moved = self.a(x)
+        return self.b(z) + F.max_pool2d(moved, (3, 1), 1, (1, 0))
+
+
+def ask_for_one(mesh: Mesh, graph: Graph) -> None:
+    """Ask for the gradient of an input that the moved tensor does not depend on, then go on."""
+    serial, model = build(Two), split(mesh, build(Two), graph, "h2 w2")
+    x, z = draw(2, 2, 8, 6), draw(2, 2, 8, 6)
+    slabs = model.scatter(x, z)
+    for some in (slabs[1], z):
+        some.requires_grad_(True)
+    for _ in range(2):
+        (found,) = torch.autograd.grad(model(*slabs).square().sum(), [slabs[1]])
+        (expected,) = torch.autograd.grad(serial(x, z).square().sum(), [z])
+        assert_close(found, expected[model.input_layouts[1].slab(mesh.rank)], "dz")
+        model(*slabs).square().sum().backward()
+        serial(x, z).square().sum().backward()
+        assert_grads(model, serial)
+
+
+def test_gradients_may_be_asked_for_that_a_move_under_way_has_no_part_in() -> None:
+    shapes = (torch.zeros(2, 2, 8, 6).double(), torch.zeros(2, 2, 8, 6).double())
+    ranks(4, ask_for_one, capture(build(Two), shapes))
+
+
+HEADS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(8, 6), (4, 8)),
+    "conv": (lambda: nn.Conv2d(4, 6, 3), (2, 4, 5, 5)),
+    "transposed": (lambda: nn.ConvTranspose2d(4, 6, 2, 2), (2, 4, 5, 5)),
+}
+
+
+def tune_biases(mesh: Mesh, name: str) -> None:
+    """Train the bias alone, which only one of the ranks along c adds."""
+    make, shape = HEADS[name]
+    serial = build(make)
+    serial.weight.requires_grad_(False)
+    model = parallelize(build(make), draw(*shape), f"c{mesh.size}", mesh=mesh)
+    model.get_parameter("weight").requires_grad_(False)
+    x = draw(*shape)
+    for _ in range(2):
+        model.gather(model(model.scatter(x))).square().sum().backward()
+        serial(x).square().sum().backward()
+        assert_grads(model, serial)
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_bias_may_be_all_that_is_trained(name: str, count: int) -> None:
+    ranks(count, tune_biases, name)
 
 
 class Single(Branches):

@@ -128,15 +128,28 @@ class Bound:
         inner = [Via(exchange, chain) for exchange in self.inner]
         results = self.local(inner, *brought)
         if isinstance(results, Tensor):
-            return _finish(results, self.finishes[0], chain)
+            return _finish(results, self.finishes[0], brought, chain)
         return tuple(
-            _finish(result, finish, chain)
+            _finish(result, finish, brought, chain)
             for finish, result in zip(self.finishes, results, strict=True)
         )
 
 
-def _finish(result: Tensor, finish: Exchange | None, chain: Chain | None) -> Tensor:
-    return result if finish is None else finish(result, chain)
+def _finish(
+    result: Tensor, finish: Exchange | None, operands: Sequence[Tensor], chain: Chain | None
+) -> Tensor:
+    """Exchange a result; it needs a gradient on all ranks if it does on one.
+
+    A rank may leave an operand out, as a bias that another one adds, and still has to take part in
+    the messages of backward.
+    """
+    if finish is None:
+        return result
+    if torch.is_grad_enabled() and not result.requires_grad and result.is_floating_point():
+        tracked = [operand for operand in operands if operand.requires_grad]
+        if tracked:
+            result = _Tied.apply(result, *tracked)
+    return finish(result, chain)
 
 
 def _noisy(exchange: Exchange) -> Exchange | None:
@@ -162,6 +175,20 @@ def tied_zeros(shape: Sequence[int], *tensors: Tensor) -> Tensor:
     """
     out: Tensor = _TiedZeros.apply(tuple(shape), *tensors)
     return out
+
+
+class _Tied(torch.autograd.Function):
+    """A tensor that depends on others, with zero gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, *others: Tensor) -> Tensor:
+        ctx.shapes = [(other.shape, other.dtype) for other in others]
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(grad.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.shapes)
 
 
 class _TiedZeros(torch.autograd.Function):
