@@ -170,6 +170,33 @@ def test_a_model_that_refuses_drawn_numbers_is_not_tried(folder: str) -> None:
     assert ranks(2, refuse_numbers, folder) == [True, True]
 
 
+class Nested(nn.Module):
+    """A list, a number that is no tensor, and nothing to train."""
+
+    def forward(self, both: list[torch.Tensor], twice: bool) -> torch.Tensor:
+        return (both[0] + both[1]).sigmoid() * (2 if twice else 1)
+
+
+def time_odd_ones(mesh: Mesh) -> list[float]:
+    x = torch.zeros(3, 4)
+    nested = capture(Nested(), ([x, x], True))
+    entropy = nn.Sequential(nn.Linear(4, 1), nn.Sigmoid())
+    target = (torch.zeros(3, 1),)
+    graphs = [
+        (Nested(), nested),
+        (entropy, capture(entropy, (x,), F.binary_cross_entropy, targets=target)),
+    ]
+    return [
+        finals.step_seconds(mesh, one, graph, Plan.uniform(graph, "n2"), torch.device("cpu"))
+        for one, graph in graphs
+    ]
+
+
+def test_what_is_drawn_is_put_together_as_the_examples_are() -> None:
+    for found in ranks(2, time_odd_ones):
+        assert all(0 < seconds < inf for seconds in found)
+
+
 # -- what was measured, and the plan that follows --------------------------------------------------
 
 

@@ -201,6 +201,6 @@ def drawn(value: Value, where: Any, rank: int, device: torch.device) -> Tensor:
     constant = value.constant
     if constant is not None and tuple(constant.shape) == tuple(shape):
         return constant.detach().clone().to(device)
-    if value.dtype.is_floating_point:
-        return torch.randn(shape, device=device).to(value.dtype)
+    if value.dtype.is_floating_point:  # between 0 and 1, where logarithms and entropies are at home
+        return torch.rand(shape, device=device).to(value.dtype)
     return torch.zeros(shape, dtype=value.dtype, device=device)

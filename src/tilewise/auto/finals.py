@@ -11,13 +11,13 @@ import gc
 import hashlib
 import time
 from collections.abc import Callable, Generator, Sequence
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tilewise.auto.calls import drawn, head, refusal
 from tilewise.auto.tell import slowest, tell
@@ -52,10 +52,14 @@ def finalists(found: Found) -> list[Plan]:
     usual = [*uniform_plans(found).values(), *(one.plan for one in found.baselines.values())]
     others = {plan.to_json(): plan for plan in usual}
     others.pop(found.plan.to_json(), None)
-    priced = sorted(map(found.price, others.values()), key=lambda one: one.step_seconds)
-    limit = CLOSE * found.step_seconds
-    close = [one.plan for one in priced if one.fits and one.step_seconds <= limit]
-    return [found.plan, *close[: PLANS - 1]]
+    seconds = {text: found.seconds(plan) for text, plan in others.items()}
+    close = [found.plan]
+    for text in sorted(seconds, key=seconds.__getitem__):
+        if len(close) == PLANS or seconds[text] > CLOSE * found.step_seconds:
+            break
+        if found.price(others[text]).fits:
+            close.append(others[text])
+    return close
 
 
 def fastest(
@@ -68,21 +72,23 @@ def fastest(
 ) -> Generator[str, None, Plan]:
     """Return the plan whose steps are the fastest, known or measured now; yields what runs."""
     path = _kept_in(mesh, backend)
-    key = f"{head(device)} {_digest(graph, plans)}"
+    key = f"{head(device)} {_digest(model, graph, plans)}"
     known = tell(mesh, str(load(path).get(key, "")) if mesh.rank == 0 else None)
     if known:
         return plans[int(known)]
     times: list[list[float]] = [[] for _ in plans]
     began = time.monotonic()
+    trial = Mesh(mesh.world_ranks)  # so that what only a plan that loses needs is closed again
     for number in range(1, ROUNDS + 1):
         for index, (plan, seconds) in enumerate(zip(plans, times), start=1):
             yield f"plans: {index} of {len(plans)}, round {number} of {ROUNDS}"
-            seconds.append(step_seconds(mesh, model, graph, plan, device))
+            seconds.append(step_seconds(trial, model, graph, plan, device))
         if slowest(mesh, [time.monotonic() - began])[0] > SECONDS:
             break
+    trial.close()
     middles = [median(seconds) for seconds in times]
     best = min(range(len(plans)), key=middles.__getitem__)
-    if mesh.rank == 0:
+    if mesh.rank == 0 and isfinite(middles[best]):
         store(path, {key: best})
     return plans[best]
 
@@ -114,14 +120,18 @@ def step_seconds(
 def _step(
     mesh: Mesh, split: ParallelModel, graph: Graph, device: torch.device
 ) -> Callable[[], None]:
-    """Return a step on drawn slabs."""
+    """Return a step on drawn slabs, put together as the example inputs are."""
     values = [value for value in graph.training.inputs if value.origin == "input"]
-    slabs = [
-        drawn(value, layout, mesh.rank, device)
-        for value, layout in zip(values, split.input_layouts, strict=True)
-    ]
+    drawing = iter(
+        [
+            drawn(value, layout, mesh.rank, device)
+            for value, layout in zip(values, split.input_layouts, strict=True)
+        ]
+    )
+    examples = (*graph.inputs, *(graph.targets or ()))
+    slabs = tree_map_only(Tensor, lambda _: next(drawing), examples)
     call = split if graph.loss is None else split.loss
-    optimizer = torch.optim.SGD(split.parameters(), lr=1e-6, momentum=0.9)
+    optimizer = torch.optim.SGD([*split.parameters(), torch.zeros(1)], lr=1e-6, momentum=0.9)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -138,11 +148,12 @@ def _kept_in(mesh: Mesh, backend: str) -> Path:
     return folder() / f"plans-{mesh.size}-{backend}.json"
 
 
-def _digest(graph: Graph, plans: Sequence[Plan]) -> str:
-    """Name a model's calls and the plans to choose from."""
+def _digest(model: nn.Module, graph: Graph, plans: Sequence[Plan]) -> str:
+    """Name a model's calls, what is trained of it, and the plans to choose from."""
+    trained = [name for name, one in model.named_parameters() if one.requires_grad]
     calls = [
-        (node.name, node.kind, [(value.shape, value.dtype) for value in node.values()])
+        (node.name, node.kind, node.no_grad, [(v.shape, v.dtype) for v in node.values()])
         for node in graph.training.nodes
     ]
-    text = repr(calls) + "".join(plan.to_json() for plan in plans)
+    text = repr((calls, trained)) + "".join(plan.to_json() for plan in plans)
     return hashlib.sha256(text.encode()).hexdigest()

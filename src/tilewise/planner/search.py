@@ -124,6 +124,10 @@ class Found:
         choice = self.formulation.choice(plan)
         return self._priced(choice, evaluate(self.formulation.problem, choice))
 
+    def seconds(self, plan: Plan) -> float:
+        """Return the seconds of a step under another plan."""
+        return evaluate(self.formulation.problem, self.formulation.choice(plan)).seconds
+
     def explain(self, layer: str, *, time_limit: float | None = None) -> list[Alternative]:
         """Return every way to split a layer with its price when all others re-optimise."""
         limit = self.time_limit if time_limit is None else time_limit
