@@ -21,7 +21,10 @@ def find_checkpoint(text: str, own: Checkpoints, mesh: Mesh | None = None) -> Pa
 
 def checkpoint_in(folder: Path, mesh: Mesh | None = None) -> Path:
     """Return the newest checkpoint of a run that is whole, or the checkpoint itself."""
-    if not (folder / CHECKPOINTS).is_dir():
+    is_run = float((folder / CHECKPOINTS).is_dir())
+    if mesh is not None:  # a host may not see yet what another one wrote
+        is_run = mesh.total([is_run], layer="resume")[0]
+    if not is_run:
         return folder
     found = Checkpoints(folder / CHECKPOINTS, mesh=mesh).latest()
     if found is None:
