@@ -212,9 +212,12 @@ class _Pool(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
         kind, ndim, args = ctx.how
-        like = torch.empty(
-            ctx.shape, dtype=grad.dtype, device=grad.device, memory_format=ctx.format
-        )
+        if ctx.format == torch.contiguous_format:  # only its shape is looked at
+            like = grad.new_empty(()).expand(ctx.shape)
+        else:
+            like = torch.empty(
+                ctx.shape, dtype=grad.dtype, device=grad.device, memory_format=ctx.format
+            )
         found = _BACK[kind, ndim](grad, like, *args, *ctx.saved_tensors)
         return found, None, None, None, None
 
