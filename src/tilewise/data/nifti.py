@@ -41,6 +41,8 @@ class NiftiSource(Source):
         if not counts or len(set(counts.values())) != 1 or not next(iter(counts.values())):
             raise DataError(f"data: {counts} NIfTI files given, expected as many for each field")
         self.labels = tuple(labels)
+        first = next(iter(self.files.values()))
+        self.origin = first[reference] if len(first) > 1 else None
         self.counts = Counts()
         self._handles: Handles[Any] = Handles(_open, _close, kind="NIfTI", limit=open_files)
         self.fields: dict[str, Field] = {}
