@@ -132,6 +132,7 @@ class Hdf5Source(Source):
             self.fields[field],
             shape[1:] if self.stacked and shape else shape,
             dataset.dtype,
+            self.like,
         )
         if not self.stacked:
             return

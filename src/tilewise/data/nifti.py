@@ -88,7 +88,7 @@ class NiftiSource(Source):
         path = self.files[field][index]
         with self._handles.use(path) as image:
             found = self._shape(field, image.shape)
-            check_field(str(path), self.fields[field], found, _dtype(image))
+            check_field(str(path), self.fields[field], found, _dtype(image), self.like)
             slices = tuple(slice(start, stop) for start, stop in self._stored(field, box))
             values = np.asarray(image.dataobj[slices])
             if values.ndim == 4:

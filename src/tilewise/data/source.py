@@ -106,11 +106,13 @@ class Source(ABC):
 
     Attributes:
         origin: of several files, the one from which the fields were taken.
+        like: what makes a sample the measure of the others, for people.
     """
 
     fields: dict[str, Field]
     counts: Counts
     origin: Path | None = None
+    like: str = "the first sample"
 
     @abstractmethod
     def __len__(self) -> int:
@@ -176,19 +178,24 @@ def native(dtype: np.dtype[Any], place: str, advice: str = "") -> np.dtype[Any]:
     return dtype.newbyteorder("=")
 
 
-def check_field(place: str, expected: Field, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
-    """Raise unless the array found at a place is what the first sample's is."""
+def check_field(
+    place: str,
+    expected: Field,
+    shape: Sequence[int],
+    dtype: np.dtype[Any],
+    like: str = Source.like,
+) -> None:
+    """Raise unless the array found at a place is what it is in the samples that it must be like."""
     if len(shape) != len(expected.shape):
         raise DataError(
             f"data: {place}: rank {len(shape)} found (shape {tuple(shape)}), expected rank "
-            f"{len(expected.shape)} (shape {expected.shape}) as in the first sample"
+            f"{len(expected.shape)} (shape {expected.shape}) as in {like}"
         )
     if tuple(shape) != expected.shape:
         raise DataError(
-            f"data: {place}: shape {tuple(shape)} found, expected {expected.shape} as in the "
-            "first sample"
+            f"data: {place}: shape {tuple(shape)} found, expected {expected.shape} as in {like}"
         )
     if native(dtype, place) != expected.dtype:
         raise DataError(
-            f"data: {place}: dtype {dtype} found, expected {expected.dtype} as in the first sample"
+            f"data: {place}: dtype {dtype} found, expected {expected.dtype} as in {like}"
         )
