@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -352,6 +353,57 @@ def test_keys_and_dtypes_that_cannot_be_read(tmp_path: Path) -> None:
     write(tmp_path / "z", "zarr")
     with pytest.raises(DataError, match="key 'z' not found"):
         td.open_source(tmp_path / "z" / "data.zarr", ["z"])
+
+
+def test_fields_that_could_be_taken_for_each_other(tmp_path: Path) -> None:
+    """Only the alphabet would order them, so the order must be said."""
+    cuts = [Layout((2, 3)), Layout((2, 3))]
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["noisy"], file["clean"] = np.ones((2, 3), "f4"), np.zeros((2, 3), "f4")
+    with pytest.raises(DataError, match=r"alike \(3 float32\).* \['clean', 'noisy'\].*fields="):
+        td.loader(tmp_path / "a.h5", cuts)
+    noisy, clean = next(iter(td.loader(tmp_path / "a.h5", cuts, fields=["noisy", "clean"])))
+    assert noisy.all()
+    assert not clean.any()
+    facts = {"shape": [3], "dtype": "float32"}
+    made = {"format": "hdf5", "count": 2, "fields": {"noisy": facts, "clean": facts}}
+    (tmp_path / "a.h5").rename(tmp_path / "data.h5")
+    (tmp_path / "set.json").write_text(json.dumps(made))
+    noisy, clean = next(iter(td.loader(tmp_path, cuts)))
+    assert noisy.all()
+    assert not clean.any()
+    np.save(tmp_path / "x.npy", np.ones((2, 3)))
+    np.save(tmp_path / "y.npy", np.zeros((2, 3)))
+    (tmp_path / "set.json").unlink()
+    (tmp_path / "data.h5").unlink()
+    assert next(iter(td.loader(tmp_path, cuts)))[0].all()
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [(1.5, "'extra': a scalar"), (np.array([b"a", b"b"]), "'extra': dtype"), ([1, 2, 3], "first")],
+)
+def test_fields_of_a_path_are_the_only_ones_opened(tmp_path: Path, extra: Any, text: str) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"], file["extra"] = np.ones((2, 3), "f4"), extra
+    with pytest.raises(DataError, match=f"{text}.*fields=.*keys=.*--key"):
+        td.loader(tmp_path / "a.h5", Layout((2, 3)))
+    assert next(iter(td.loader(tmp_path / "a.h5", Layout((2, 3)), fields=["x"])))[0].all()
+
+
+def test_a_first_file_that_is_unlike_the_others(tmp_path: Path) -> None:
+    """The file that decided the fields is named, as it may be the bad one."""
+    for folder, key, values in (("a", "x", np.zeros((2, 8, 4, 5), "f4")), ("b", "y", None)):
+        replace(write(tmp_path / folder) / "00000.h5", key, values)
+    cuts = [Layout((2, *SHAPE)), Layout((2, *LABELS))]
+    words = r"in the order \['x', 'y'\].* those of .*00000.h5, and `tilewise data check`"
+    with pytest.raises(DataError, match=words):
+        td.loader(tmp_path / "a", cuts)
+    train, _ = td.split(td.open_source(tmp_path / "a"), (0.5, 0.5), seed=1)
+    with pytest.raises(DataError, match=words):
+        td.loader(train, cuts)
+    with pytest.raises(DataError, match=r"2 layouts for the fields \['x'\].*00000.h5"):
+        td.loader(tmp_path / "b", cuts)
 
 
 def test_datasets_that_misbehave() -> None:

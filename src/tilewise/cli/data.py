@@ -115,9 +115,12 @@ def _costs_table(costs: list[ReadCost], title: str) -> Table:
 
 def _advice(cost: ReadCost, degrees: Degrees) -> str:
     text = f"{cost.name}: '{degrees}' reads {cost.amplification:.1f} times the bytes of its slabs"
-    if cost.chunks is not None:
-        text += f"; chunks of {_extents(cost.chunks)} would fit, or a plan that cuts fewer dims"
-    return text
+    if cost.chunks is None or cost.with_chunks is None:
+        return f"{text}; a plan that cuts fewer dims reads less"
+    text += f"; chunks of {_extents(cost.chunks)} would fit"
+    if cost.with_chunks > 1:
+        text += f" best ({cost.with_chunks:.2f} times)"
+    return f"{text}, or a plan that cuts fewer dims"
 
 
 def _extents(extents: tuple[int, ...]) -> str:
@@ -149,6 +152,8 @@ def check(
             console.print(f"[yellow]note[/] {escape(note)}", soft_wrap=True)
         spoiled = len({one.sample for one in found})
         verdict = f"[red]{spoiled} bad[/]" if found else "[green]all good[/]"
+        if remarks and not found:
+            verdict = "[yellow]nothing bad, but see the notes above[/]"
         console.print(f"{escape(str(path))}: {samples} samples, {verdict}", soft_wrap=True)
     sys.exit(1 if found else 0)
 

@@ -12,7 +12,7 @@ from tilewise.data.amplification import amplification, whole_note
 from tilewise.data.augmentation import Augmentation
 from tilewise.data.feed import Feed
 from tilewise.data.open import open_source
-from tilewise.data.source import Source
+from tilewise.data.source import Field, Source
 from tilewise.data.transform import TransformLike, as_transforms
 from tilewise.data.whole import WholeSamples
 from tilewise.errors import DataError, MismatchError, TilewiseError
@@ -22,12 +22,12 @@ from tilewise.layout import Cover, Layout
 AMPLIFIED = 2.0
 
 
-def as_source(data: Any) -> Source:
-    """Return a source, open a path, or take whole samples from a Dataset."""
+def as_source(data: Any, fields: Sequence[str] | None = None) -> Source:
+    """Return a source, open a path for these fields, or take whole samples from a Dataset."""
     if isinstance(data, Source):
         return data
     if isinstance(data, (str, Path)):
-        return open_source(data)
+        return open_source(data, fields)
     return WholeSamples(data)
 
 
@@ -45,7 +45,7 @@ def field_names(
     if len(names) != len(layouts) or not names:
         raise DataError(
             f"data: {len(layouts)} layouts for the fields {names}; there must be one for each, in "
-            "order; say fields= to choose some"
+            f"order; say fields= to choose some{_origin(source)}"
         )
     for name, layout in zip(names, layouts):
         if layout.ranks != ranks:
@@ -55,6 +55,33 @@ def field_names(
         if not layout.shape:
             raise DataError(f"data: the layout of {name!r} is a scalar's, without a batch")
     return names
+
+
+def refuse_to_guess(data: Any, chosen: Mapping[str, Field]) -> None:
+    """Raise where a path's fields could be taken for each other, and nothing says their order.
+
+    A made set's description orders its fields, and `x` before `y` is the custom.
+    """
+    if not isinstance(data, (str, Path)) or (Path(data) / "set.json").is_file():
+        return
+    for one in chosen.values():
+        alike = [name for name, field in chosen.items() if field == one]
+        if len(alike) > 1 and alike != ["x", "y"]:
+            raise DataError(
+                f"data: {data}: the fields {alike} are alike ({one}), and only the alphabet would "
+                f"put them in the order {list(chosen)}; say which of them the layouts stand for "
+                "with fields=[...], in the layouts' order"
+            )
+
+
+def _origin(source: Source) -> str:
+    """Say which of several files decided what the fields are."""
+    if source.origin is None:
+        return ""
+    return (
+        f"; the fields are those of {source.origin}, and `tilewise data check` finds files that "
+        "are not like most"
+    )
 
 
 def agree_to_open(mesh: Mesh, name: str, failure: Exception | None) -> None:
@@ -81,6 +108,16 @@ def make_feeds(
     unknown = [field for field in transforms if field not in names]
     if unknown:
         raise DataError(f"data: transforms for {unknown[0]!r}, the fields are {list(names)}")
+    for field, layout in zip(names, layouts):
+        stored = source.fields[field].shape
+        shape = augmentation.shape(field, stored)
+        if layout.shape[1:] != shape:
+            cropped = f" (stored as {stored})" if shape != stored else ""
+            raise DataError(
+                f"data: field {field!r} has samples of shape {shape}{cropped}, its layout expects "
+                f"{layout.shape[1:]} after the batch; the fields are taken in the order "
+                f"{list(names)}, say fields= for another{_origin(source)}"
+            )
     return [
         Feed(
             number,

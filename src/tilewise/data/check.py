@@ -45,14 +45,19 @@ def open_for_check(path: str | Path, keys: Sequence[str] | None = None) -> Sourc
     if files:
         facts = read_facts(path) if (path / "set.json").is_file() else None
         names = list(facts["fields"]) if facts and keys is None else keys
-        return Hdf5Source(files, names, reference=_typical(files, _contents))
+        return _like_most(Hdf5Source(files, names, reference=_typical(files, _contents)))
     if path.is_dir():
         for endings in (TFRECORD, NIFTI):
             files = sorted(file for file in path.iterdir() if file.name.endswith(endings))
             if files:
                 reference = _typical(files, lambda file: _fields(file, keys))
-                return open_files(files, keys, reference) or open_source(path, keys)
+                return _like_most(open_files(files, keys, reference) or open_source(path, keys))
     return open_source(path, keys)
+
+
+def _like_most(source: Source) -> Source:
+    source.like = "most samples"
+    return source
 
 
 def check_source(

@@ -14,7 +14,6 @@ from tilewise.data.region import Array, Box, Piece, Run, cut_out, runs, stretche
 from tilewise.data.share import Share
 from tilewise.data.source import Field
 from tilewise.data.transform import Transform
-from tilewise.errors import DataError
 from tilewise.layout import Cover, Layout
 
 
@@ -38,13 +37,6 @@ class Feed:
     ) -> None:
         self.number, self.name, self.field = number, name, field
         self.transforms, self.augmentation = list(transforms), augmentation
-        shape = augmentation.shape(name, field.shape)
-        if layout.shape[1:] != shape:
-            cropped = f" (stored as {field.shape})" if shape != field.shape else ""
-            raise DataError(
-                f"data: field {name!r} has samples of shape {shape}{cropped}, its layout expects "
-                f"{layout.shape[1:]} after the batch"
-            )
         self.share = Share(layout, field.shape)
         self.as_stored = augmentation.seen(None, name, len(field.shape))
         self.changes = augmentation.changes_values(name)

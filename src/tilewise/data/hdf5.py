@@ -12,7 +12,7 @@ import h5py  # type: ignore[import-untyped]
 
 from tilewise.data.handles import Handles
 from tilewise.data.region import Array, Box
-from tilewise.data.source import Counts, Field, Source, Storage, check_field, native
+from tilewise.data.source import CHOOSE, Counts, Field, Source, Storage, check_field, native
 from tilewise.errors import DataError
 
 
@@ -47,20 +47,24 @@ class Hdf5Source(Source):
         self.fields: dict[str, Field] = {}
         self._storage: dict[str, Storage] = {}
         path = self.files[reference]
+        self.origin = path if len(self.files) > 1 else None
         with self._handles.use(path) as opened:
             for key in keys or _datasets(opened.file):
-                self._add(opened.file, path, key)
+                self._add(opened.file, path, key, "" if keys else CHOOSE)
         if not self.fields:
             raise DataError(f"data: {path}: no datasets found, expected at least one")
         self._ends = [len(self.files)] if not self.stacked else self._count()
 
-    def _add(self, file: h5py.File, path: Path, key: str) -> None:
+    def _add(self, file: h5py.File, path: Path, key: str, advice: str) -> None:
         place = f"{path}: {key!r}"
         dataset = _dataset(file, path, key)
         shape = tuple(map(int, dataset.shape))
         if self.stacked and not shape:
-            raise DataError(f"data: {place}: a scalar found, expected a first dim that counts")
-        dtype = native(dataset.dtype, place)
+            raise DataError(
+                f"data: {place}: a scalar found, expected a first dim that counts"
+                f"{advice and f'; {advice}'}"
+            )
+        dtype = native(dataset.dtype, place, advice)
         self.fields[key] = Field(shape[1:] if self.stacked else shape, dtype)
         self._storage[key] = Storage(
             shape,
@@ -78,7 +82,7 @@ class Hdf5Source(Source):
             if len(set(found.values())) > 1:
                 raise DataError(
                     f"data: {path}: first dims {found} found, expected as many samples in each; "
-                    "name the keys to read"
+                    f"{CHOOSE}"
                 )
             lengths.append(next(iter(found.values())))
         return list(accumulate(lengths))
@@ -128,6 +132,7 @@ class Hdf5Source(Source):
             self.fields[field],
             shape[1:] if self.stacked and shape else shape,
             dataset.dtype,
+            self.like,
         )
         if not self.stacked:
             return

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 from tilewise.data.amplification import read_costs
 from tilewise.data.augmentation import Augmentation
+from tilewise.data.chunks import fitting_chunks
 from tilewise.data.feed import Feed
 from tilewise.data.planned import planned_layouts
 from tilewise.data.share import Share
@@ -35,7 +35,8 @@ class ReadCost:
         slab_bytes: of all ranks' slabs of a sample, on average.
         amplification: bytes gone through for each byte of the slabs, over all ranks.
         worst: the same for the rank that has it worst.
-        chunks: extents that would serve this plan better, where it exceeds 1.
+        chunks: extents that would serve this plan better, where it exceeds 1 and there are any.
+        with_chunks: the amplification with those.
     """
 
     name: str
@@ -44,6 +45,7 @@ class ReadCost:
     amplification: float
     worst: float
     chunks: tuple[int, ...] | None
+    with_chunks: float | None
 
 
 def field_facts(source: Source) -> list[FieldFacts]:
@@ -79,15 +81,18 @@ def read_plan(source: Source, degrees: Degrees | str, *, sample: int = 0) -> lis
         requested = sum(cost[0] for cost in costs.values())
         touched = sum(cost[1] for cost in costs.values())
         factor = touched / requested if requested else 1.0
-        slab = _largest(feed.share)
+        chunks, fitted = fitting_chunks(feed.share.blocks, field.dtype.itemsize)
+        lead = () if len(source.storage(name).shape) == len(field.shape) else (1,)
+        better = factor > 1.05 * fitted
         out.append(
             ReadCost(
                 name,
-                slab,
+                _largest(feed.share),
                 requested // len(costs),
                 factor,
                 max((t / r for r, t in costs.values() if r), default=1.0),
-                (1, *slab) if factor > 1.05 and prod(slab) > 1 else None,
+                (*lead, *chunks) if better else None,
+                fitted if better else None,
             )
         )
     return out

@@ -13,6 +13,7 @@ from tilewise.data.arguments import (
     field_names,
     make_feeds,
     note_costs,
+    refuse_to_guess,
 )
 from tilewise.data.augmentation import Augment, Augmentation
 from tilewise.data.batch import Batch
@@ -44,7 +45,10 @@ class Loader:
         layouts: one for each field in order, such as `pmodel.input_layouts`; the batch is dim 0. A
             Cover in place of a Layout reads slabs with their halo.
         batch: the global batch; the layouts' by default.
-        fields: the names of the source's fields that the layouts stand for; all by default.
+        fields: the names of the source's fields that the layouts stand for, in their order. By
+            default all: of a set of `tilewise data make` in its own order, of other files in
+            alphabetical order, which is refused where two fields are alike and not `x` and `y`.
+            Of a path, only the fields named are opened.
         seed: of order and augmentation.
         shuffle: draw another order for each epoch.
         drop_last: leave out a smaller last batch.
@@ -88,9 +92,11 @@ class Loader:
         self._stream: Stream | None = None
         failure: Exception | None = None
         try:
-            self.source = as_source(data)
+            self.source = as_source(data, fields)
             names = field_names(self.source, self.layouts, fields, self.mesh.size)
             chosen = {field: self.source.fields[field] for field in names}
+            if fields is None:
+                refuse_to_guess(data, chosen)
             self.augmentation = Augmentation(augment, chosen, seed=seed, concerned=augment_fields)
             self.feeds = make_feeds(
                 self.source, names, self.layouts, transforms or {}, self.augmentation

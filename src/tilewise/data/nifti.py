@@ -41,6 +41,8 @@ class NiftiSource(Source):
         if not counts or len(set(counts.values())) != 1 or not next(iter(counts.values())):
             raise DataError(f"data: {counts} NIfTI files given, expected as many for each field")
         self.labels = tuple(labels)
+        first = next(iter(self.files.values()))
+        self.origin = first[reference] if len(first) > 1 else None
         self.counts = Counts()
         self._handles: Handles[Any] = Handles(_open, _close, kind="NIfTI", limit=open_files)
         self.fields: dict[str, Field] = {}
@@ -86,7 +88,7 @@ class NiftiSource(Source):
         path = self.files[field][index]
         with self._handles.use(path) as image:
             found = self._shape(field, image.shape)
-            check_field(str(path), self.fields[field], found, _dtype(image))
+            check_field(str(path), self.fields[field], found, _dtype(image), self.like)
             slices = tuple(slice(start, stop) for start, stop in self._stored(field, box))
             values = np.asarray(image.dataobj[slices])
             if values.ndim == 4:

@@ -10,7 +10,7 @@ import numpy as np
 
 from tilewise.data.handles import Handles
 from tilewise.data.region import Array, Box, cut_out
-from tilewise.data.source import Counts, Field, Source, Storage, check_field, native
+from tilewise.data.source import CHOOSE, Counts, Field, Source, Storage, check_field, native
 from tilewise.errors import DataError
 
 
@@ -31,16 +31,22 @@ class NpySource(Source):
         self.fields: dict[str, Field] = {}
         self._storage: dict[str, Storage] = {}
         lengths = {}
+        advice = CHOOSE if len(self.files) > 1 else ""
         for name, path in self.files.items():
             with self._handles.use(path) as array:
                 if not array.ndim:
-                    raise DataError(f"data: {path}: a scalar found, expected a dim that counts")
-                dtype = native(array.dtype, str(path))
+                    raise DataError(
+                        f"data: {path}: a scalar found, expected a dim that counts"
+                        f"{advice and f'; {advice}'}"
+                    )
+                dtype = native(array.dtype, str(path), advice)
                 self.fields[name] = Field(array.shape[1:], dtype)
                 self._storage[name] = _storage(array)
                 lengths[str(path)] = len(array)
         if len(set(lengths.values())) > 1:
-            raise DataError(f"data: {lengths} samples found, expected as many in each file")
+            raise DataError(
+                f"data: {lengths} samples found, expected as many in each file; {CHOOSE}"
+            )
         self._length = next(iter(lengths.values()))
 
     def __len__(self) -> int:

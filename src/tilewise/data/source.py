@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,12 @@ from tilewise.errors import DataError
 
 # The unit in which a file system reads: shorter gaps between two runs are read along.
 PAGE = 4096
+
+# What to do about arrays in a file that are no fields.
+CHOOSE = (
+    "name the fields to read: fields= of a loader, keys= of open_source, --key of `tilewise data`, "
+    "data.fields of a recipe"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +102,17 @@ class Counts:
 
 
 class Source(ABC):
-    """Samples of named fields. Opening one reads no data; files are opened when first needed."""
+    """Samples of named fields. Opening one reads no data; files are opened when first needed.
+
+    Attributes:
+        origin: of several files, the one from which the fields were taken.
+        like: what makes a sample the measure of the others, for people.
+    """
 
     fields: dict[str, Field]
     counts: Counts
+    origin: Path | None = None
+    like: str = "the first sample"
 
     @abstractmethod
     def __len__(self) -> int:
@@ -154,29 +168,34 @@ def as_text(box: Box) -> str:
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
 
 
-def native(dtype: np.dtype[Any], place: str) -> np.dtype[Any]:
+def native(dtype: np.dtype[Any], place: str, advice: str = "") -> np.dtype[Any]:
     """Return the dtype in this machine's byte order; only numbers and booleans will do."""
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
         raise DataError(
             f"data: {place}: dtype {dtype} found, expected an integer, a float or a boolean of "
-            "at most 64 bits"
+            f"at most 64 bits{advice and f'; {advice}'}"
         )
     return dtype.newbyteorder("=")
 
 
-def check_field(place: str, expected: Field, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
-    """Raise unless the array found at a place is what the first sample's is."""
+def check_field(
+    place: str,
+    expected: Field,
+    shape: Sequence[int],
+    dtype: np.dtype[Any],
+    like: str = Source.like,
+) -> None:
+    """Raise unless the array found at a place is what it is in the samples that it must be like."""
     if len(shape) != len(expected.shape):
         raise DataError(
             f"data: {place}: rank {len(shape)} found (shape {tuple(shape)}), expected rank "
-            f"{len(expected.shape)} (shape {expected.shape}) as in the first sample"
+            f"{len(expected.shape)} (shape {expected.shape}) as in {like}"
         )
     if tuple(shape) != expected.shape:
         raise DataError(
-            f"data: {place}: shape {tuple(shape)} found, expected {expected.shape} as in the "
-            "first sample"
+            f"data: {place}: shape {tuple(shape)} found, expected {expected.shape} as in {like}"
         )
     if native(dtype, place) != expected.dtype:
         raise DataError(
-            f"data: {place}: dtype {dtype} found, expected {expected.dtype} as in the first sample"
+            f"data: {place}: dtype {dtype} found, expected {expected.dtype} as in {like}"
         )

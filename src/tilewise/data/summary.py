@@ -13,7 +13,7 @@ class Summary:
 
     Attributes:
         file_bytes: asked of the files so far.
-        touched_bytes: gone through for it, chunks read whole.
+        touched_bytes: gone through for it, chunks and pages read whole.
         store_bytes: kept in memory.
         store_share: of the set's bytes; None where there is no store.
     """
@@ -26,7 +26,8 @@ class Summary:
     def __str__(self) -> str:
         text = f"read {size_text(self.file_bytes)} from files"
         if self.touched_bytes > self.file_bytes:
-            text += f" ({self.touched_bytes / self.file_bytes:.1f} times that with whole chunks)"
+            factor = self.touched_bytes / self.file_bytes
+            text += f" ({factor:.1f} times that with whole chunks or pages)"
         if self.store_share is None:
             return f"{text}; no store"
         text += f"; the store keeps {self.store_share:.0%} of the set, here "

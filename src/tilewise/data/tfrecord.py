@@ -22,7 +22,7 @@ import numpy as np
 
 from tilewise.data.handles import Handles
 from tilewise.data.region import Array, Box, cut_out
-from tilewise.data.source import Counts, Field, Source, Storage, native
+from tilewise.data.source import CHOOSE, Counts, Field, Source, Storage, native
 from tilewise.errors import DataError
 
 BYTES, FLOATS, INTEGERS = 1, 2, 3
@@ -64,6 +64,7 @@ class TfRecordSource(Source):
         if not self.files:
             raise DataError("data: no TFRecord files given")
         self._reference = self.files[reference]
+        self.origin = self._reference if len(self.files) > 1 else None
         self.counts = Counts()
         self._formats = dict(formats or {})
         self._handles: Handles[_File] = Handles(_File, _File.close, kind="TFRecord",
@@ -84,7 +85,7 @@ class TfRecordSource(Source):
         if feature.kind == INTEGERS:
             raise DataError(
                 f"data: {self._reference}: {key!r} is a list of packed integers, expected bytes or "
-                "floats; name the keys to read"
+                f"floats; {CHOOSE}"
             )
         if key in self._formats:
             dtype, shape = self._formats[key]

@@ -21,7 +21,7 @@ class _View(Source):
     """A source that reads through another one."""
 
     def __init__(self, base: Source) -> None:
-        self.base = base
+        self.base, self.origin = base, base.origin
         self.fields = dict(base.fields)
 
     @property

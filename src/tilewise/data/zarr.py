@@ -10,7 +10,7 @@ import zarr
 from zarr.buffer.cpu import NDBuffer
 
 from tilewise.data.region import Array, Box
-from tilewise.data.source import Counts, Field, Source, Storage, native
+from tilewise.data.source import CHOOSE, Counts, Field, Source, Storage, native
 from tilewise.errors import DataError
 
 
@@ -36,18 +36,20 @@ class ZarrSource(Source):
         if not self._arrays:
             raise DataError(f"data: {self.path}: no arrays found, expected at least one")
         self.fields: dict[str, Field] = {}
+        advice = "" if keys or len(self._arrays) == 1 else CHOOSE
         for key, array in self._arrays.items():
             if not array.shape:
                 raise DataError(
                     f"data: {self.path}: {key!r}: a scalar found, expected a first dim that counts"
+                    f"{advice and f'; {advice}'}"
                 )
-            dtype = native(array.dtype, f"{self.path}: {key!r}")
+            dtype = native(array.dtype, f"{self.path}: {key!r}", advice)
             self.fields[key] = Field(tuple(map(int, array.shape[1:])), dtype)
         lengths = {key: int(array.shape[0]) for key, array in self._arrays.items()}
         if len(set(lengths.values())) > 1:
             raise DataError(
                 f"data: {self.path}: first dims {lengths} found, expected as many samples in "
-                "each; name the keys to read"
+                f"each; {CHOOSE}"
             )
         self._length = next(iter(lengths.values()))
         self._stamps = {key: self._stamp(key) for key in self._arrays}
