@@ -43,6 +43,7 @@ def peak(mesh: Mesh, file: str, prefetch: int, store: int | None, augment: Any) 
         augment=augment,
     )
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed before is not there to be taken again
     Path("/proc/self/clear_refs").write_text("5")
     start = _status("VmRSS")
     for _ in range(2):

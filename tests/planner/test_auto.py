@@ -136,7 +136,7 @@ def try_plans(mesh: Mesh, folder: str, fast: str) -> tuple[list[str], str]:
     with (
         mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}),
         mock.patch.object(finals, "step_seconds", pretend),
-        mock.patch.object(finals, "CLOSE", 1e9),
+        mock.patch.multiple(finals, CLOSE=1e9, PLANS=20),
     ):
         return seen, splits(read_plan(graph(), "auto", mesh, model=net()))
 

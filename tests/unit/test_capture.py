@@ -117,5 +117,8 @@ def test_what_cannot_be_traced_says_why() -> None:
 
     with pytest.raises(CaptureError, match="could not trace Branches for inputs"):
         capture(Branches(), torch.randn(2, 3)).training  # noqa: B018
+    for loss in (None, F.mse_loss):
+        with pytest.raises(CaptureError, match=r"could not trace Conv2d for inputs \[\(2, 4, 5"):
+            capture(nn.Conv2d(3, 2, 1), torch.randn(2, 4, 5, 5), loss).training  # noqa: B018
     with pytest.raises(CaptureError, match="hold no tensor"):
         capture(nn.Identity(), (3,))

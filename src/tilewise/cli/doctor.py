@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tilewise.cli.plan_tables import size
@@ -203,7 +204,9 @@ def _show(findings: list[Finding], ok: bool) -> None:
         if finding.group != last and last:
             table.add_section()
         last = finding.group
-        table.add_row(STYLES[finding.state], finding.name, finding.found, finding.install)
+        table.add_row(
+            STYLES[finding.state], *map(escape, (finding.name, finding.found, finding.install))
+        )
     console = Console()
     console.print(table)
     console.print("all that is needed is there" if ok else "[red]something is wrong, see ✗[/]")

@@ -72,15 +72,18 @@ class Tracer:
         except CaptureError:
             raise
         except Exception as error:
-            raise CaptureError(
-                f"capture: torch.export could not trace {type(self.template).__name__} for inputs "
-                f"{[tuple(t.shape) for t in tree_flatten(inputs)[0] if isinstance(t, Tensor)]}: "
-                f"{_what_happened(error)}{_where(error)}"
-            ) from error
+            raise self._untraceable(inputs, error) from error
         leaves = {
             path for path, module in self.template.named_modules() if not list(module.children())
         }
         return Reader(exported, leaves, self.cumulative).program()
+
+    def _untraceable(self, inputs: tuple[Any, ...], error: Exception) -> CaptureError:
+        return CaptureError(
+            f"capture: torch.export could not trace {type(self.template).__name__} for inputs "
+            f"{[tuple(t.shape) for t in tree_flatten(inputs)[0] if isinstance(t, Tensor)]}: "
+            f"{_what_happened(error)}{_where(error)}"
+        )
 
     def guess_targets(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return a fake target that the loss accepts for the model's output.
@@ -90,7 +93,10 @@ class Tracer:
         assert self.loss is not None
         with self.fake, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            output = self.template(*tree_map(self.faked, inputs))
+            try:
+                output = self.template(*tree_map(self.faked, inputs))
+            except Exception as error:
+                raise self._untraceable(inputs, error) from error
             if not isinstance(output, Tensor):
                 raise CaptureError(
                     "capture: the model has several outputs, so the shape of the loss' targets "

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tilewise import data
 from tilewise.comm import Mesh
+from tilewise.data.arguments import refuse_to_guess
 from tilewise.data.open import read_facts
 from tilewise.data.region import Array, Box
 from tilewise.data.source import Counts, Storage
@@ -127,7 +128,10 @@ def _open(section: DataSection) -> tuple[data.Source, dict[str, Any]]:
         facts = kind_named(make.kind).facts(make.size, make.count, make.seed)
         return Unmade(make, section.fields), facts
     facts = read_facts(path) if (path / "set.json").is_file() else {}
-    return data.open_source(path, section.fields), facts
+    source = data.open_source(path, section.fields)
+    if section.fields is None:
+        refuse_to_guess(path, source.fields)
+    return source, facts
 
 
 def _dealt(
