@@ -138,7 +138,7 @@ def draw(options: argparse.Namespace, curves: dict[str, dict[str, list[float]]])
             for some in (some for some in curves.values() if name in some):
                 distance = apart(some[name], some[ALONE])
                 visible = [value or None for value in distance]
-                below.plot(steps, visible, style, color=colour, linewidth=0.8)  # type: ignore[arg-type]
+                below.plot(steps, visible, style, color=colour, linewidth=0.8)
     above.set_ylabel(f"loss, {options.precisions[0]}")
     above.legend(fontsize=7, frameon=False)
     below.set_yscale("log")

@@ -131,15 +131,17 @@ def _step(
     examples = (*graph.inputs, *(graph.targets or ()))
     slabs = tree_map_only(Tensor, lambda _: next(drawing), examples)
     call = split if graph.loss is None else split.loss
-    optimizer = torch.optim.SGD([*split.parameters(), torch.zeros(1)], lr=1e-6, momentum=0.9)
+    parameters = list(split.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=1e-6, momentum=0.9) if parameters else None
 
     def step() -> None:
-        optimizer.zero_grad()
+        split.zero_grad()
         outputs = [
             one for one in tree_leaves(call(*slabs)) if isinstance(one, Tensor) and one.grad_fn
         ]
         torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
-        optimizer.step()
+        if optimizer is not None:
+            optimizer.step()
 
     return step
 

@@ -20,6 +20,7 @@ from tilewise.auto.calls import time_calls, worth_measuring
 from tilewise.auto.finals import fastest, finalists
 from tilewise.auto.tell import tell, told
 from tilewise.comm import Mesh
+from tilewise.comm.pool import exhausted
 from tilewise.errors import PlanError
 from tilewise.graph.captured import Graph, as_tuple, capture
 from tilewise.graph.labels import labels
@@ -89,13 +90,9 @@ def read_plan(
     if mesh.size == 1:
         return Plan.uniform(graph, "1")
     with torch.random.fork_rng():  # what is drawn depends on what was measured before
-        running = auto_plan(graph, mesh, memory=memory, model=model)
-        while True:
-            try:
-                next(running)
-            except StopIteration as ended:
-                found: tuple[Plan, Found | None] = ended.value
-                return found[0]
+        chosen: Plan
+        chosen, _ = exhausted(auto_plan(graph, mesh, memory=memory, model=model), lambda _: None)
+        return chosen
 
 
 def auto_plan(
