@@ -98,7 +98,9 @@ def tilewise(words: list[str], limit: int | None = None) -> tuple[int, str]:
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
     # tuning would try every convolution in four ways first, for speed, and needs memory for that
-    environment = os.environ | {"TILEWISE_TUNE": "off", "OMP_NUM_THREADS": "1"}
+    # memory that is kept counts against the limit, gaps included
+    own = {"TILEWISE_TUNE": "off", "TILEWISE_KEEP_MEMORY": "off", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | own
     ran = subprocess.run(
         [sys.executable, "-m", "tilewise", *words], env=environment, preexec_fn=bounded,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,

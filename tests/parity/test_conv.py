@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from tilewise.layout import Axis, Degrees, Layout, Window
 from tilewise.ops import conv_run
 from tilewise.ops.conv import ConvSpec, conv
 from tilewise.ops.conv_local import Way, Ways
+from tilewise.ops.tune import WAYS
 from tilewise.testing import assert_matches_serial, ranks
 
 Case = dict[str, Any]
@@ -196,6 +198,17 @@ def test_transposed_convolutions(drawn: tuple[int, Case]) -> None:
 def test_float32(drawn: tuple[int, Case]) -> None:
     world, case = drawn
     ranks(world, check, case | {"dtype": torch.float32})
+
+
+@many(90)
+@given(
+    st.one_of(cases(), patchable()).filter(lambda drawn: len(drawn[1]["x"]) > 3),
+    st.lists(st.sampled_from(WAYS), min_size=3, max_size=3),
+)
+def test_ways_that_are_measured(drawn: tuple[int, Case], ways: list[Way]) -> None:
+    world, case = drawn
+    case |= {"dtype": torch.float32, "ways": [astuple(way) for way in ways]}
+    ranks(world, check, case)
 
 
 def test_even_kernels_whose_padding_is_symmetric_are_not_patched() -> None:

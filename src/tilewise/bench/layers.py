@@ -18,6 +18,7 @@ from tilewise.auto import parallelize
 from tilewise.auto.tell import slowest
 from tilewise.bench.timing import spread
 from tilewise.comm import Mesh
+from tilewise.comm.heap import freed_returned
 from tilewise.graph import ParallelModel
 from tilewise.layout import Degrees
 from tilewise.ops.conv_run import ConvRun
@@ -106,8 +107,10 @@ def measure(mesh: Mesh, case: LayerCase, letter: str, rounds: int) -> Row:
     for _ in range(rounds):
         mesh.agree("bench")
         if mesh.rank == 0:
-            serial.append(sum(_pass(model, whole)))
+            with freed_returned():
+                serial.append(sum(_pass(model, whole)))
         mesh.agree("bench")
+        _pass(split, x_slab)  # its memory is taken anew
         for times, (layer, share) in zip(local[1:], shares):
             mesh.agree("bench")
             times.append(sum(_pass(layer, share)))

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """Count the bytes of tensors made inside that are alive; what was there before is not counted.
 
-    What a library allocates inside of one operator is not seen.
+    What a library allocates inside of one operator is not seen, nor tensors in oneDNN's own layout,
+    which it makes inside as well.
     """
 
     def __init__(self) -> None:
@@ -35,4 +36,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _storages(tree: Any) -> list[UntypedStorage]:
-    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [
+        leaf.untyped_storage()
+        for leaf in tree_leaves(tree)
+        if isinstance(leaf, Tensor) and not leaf.is_mkldnn
+    ]

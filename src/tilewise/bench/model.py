@@ -22,6 +22,7 @@ from tilewise.auto.tell import slowest
 from tilewise.bench.memory import LiveBytes
 from tilewise.bench.timing import spread
 from tilewise.comm import Mesh
+from tilewise.comm.heap import freed_returned
 from tilewise.comm.silent import SilentMesh
 from tilewise.graph import ParallelModel
 from tilewise.testing.verify import LOSSES, draw_targets
@@ -33,8 +34,10 @@ Step = Callable[[], None]
 class ModelRow:
     """A model under one plan; times are medians in seconds, bytes those that a step adds.
 
-    `local_s` is the split step without messages: what the ranks' own arithmetic takes, all of them
-    computing at once. `efficiency` is its share of the split step.
+    One device and DDP run as torch does by itself; `serial_pt_kept_s` is one process that keeps its
+    memory between steps, as the split one does. `local_s` is the split step without messages: what
+    the ranks' own arithmetic takes, all of them computing at once. `efficiency` is its share of the
+    split step.
     """
 
     model: str
@@ -42,6 +45,7 @@ class ModelRow:
     ranks: int
     serial_1t_s: float
     serial_pt_s: float
+    serial_pt_kept_s: float
     ddp_s: float | None
     local_s: float
     split_s: float
@@ -75,24 +79,33 @@ def measure_model(
     peaks = [_peak(split), 0]
     if serial is not None:
         peaks[1] = _peak(serial)
-    times: dict[str, list[float]] = {"one": [], "many": [], "ddp": [], "local": [], "split": []}
-    for done in range(rounds + 1):
-        if serial is not None:
-            times["one"].append(timed(serial)[0])
-            torch.set_num_threads(mesh.size)
-            times["many"].append(timed(serial)[0])
+    kinds = ("one", "many", "kept", "ddp", "local", "split")
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+
+    def run(kind: str, step: Step | None, *, threads: int = 1, warm: bool = False) -> None:
+        mesh.agree("bench")
+        if step is not None:
+            torch.set_num_threads(threads)
+            if warm:  # the first step with kept memory has to take it
+                step()
+            times[kind].append(timed(step)[0])
             torch.set_num_threads(1)
-        for kind, step in (("ddp", with_ddp), ("local", local), ("split", split)):
-            mesh.agree("bench")
-            if step is not None:
-                times[kind].append(timed(step)[0])
+
+    for done in range(rounds + 1):
+        with freed_returned():
+            run("one", serial)
+            run("many", serial, threads=mesh.size)
+            run("ddp", with_ddp)
+        run("kept", serial, threads=mesh.size, warm=True)
+        run("local", local, warm=True)
+        run("split", split)
         yield done
     middle = [median(found[1:]) if found else 0.0 for found in times.values()]
     scatter = spread(times["one"][1:]) if first else 0.0
     found = slowest(mesh, [*middle, scatter, *map(float, peaks)])
-    one, many, ddp, local_s, split_s, scatter, peak_split, peak_serial = found
+    one, many, kept, ddp, local_s, split_s, scatter, peak_split, peak_serial = found
     return ModelRow(
-        name, str(plan), mesh.size, one, many, ddp or None, local_s, split_s, one / split_s,
+        name, str(plan), mesh.size, one, many, kept, ddp or None, local_s, split_s, one / split_s,
         many / split_s, ddp / split_s if ddp else None, local_s / split_s,
         int(peak_serial), int(peak_split), scatter,
     )  # fmt: skip

@@ -42,6 +42,11 @@ def model(
     lines = [
         ("one thread", row.serial_1t_s, row.speedup_vs_1t),
         (f"{row.ranks} threads", row.serial_pt_s, row.speedup_vs_pt),
+        (
+            f"{row.ranks} threads, memory kept",
+            row.serial_pt_kept_s,
+            row.serial_pt_kept_s / row.split_s,
+        ),
         ("DDP", row.ddp_s, row.speedup_vs_ddp),
         ("split, messages left out", row.local_s, row.efficiency),
         ("split", row.split_s, 1.0),

@@ -118,12 +118,19 @@ def _layers(found: dict[str, list[Row]]) -> list[str]:
 
 
 def _models(found: dict[str, list[ModelRow]]) -> list[str]:
-    head = ["model", "plan", "backend", "one thread (ms)", "two threads (ms)", "DDP (ms)",
-            "own share (ms)", "split (ms)", "× one thread", "× two threads", "× DDP", "efficiency",
-            "memory"]  # fmt: skip
+    head = ["model", "plan", "backend", "one thread (ms)", "two threads (ms)",
+            "memory kept (ms)", "DDP (ms)", "own share (ms)", "split (ms)", "× one thread",
+            "× two threads", "× DDP", "efficiency", "memory"]  # fmt: skip
 
     def cells(backend: str, row: ModelRow) -> list[str]:
-        times = [row.serial_1t_s, row.serial_pt_s, row.ddp_s, row.local_s, row.split_s]
+        times = [
+            row.serial_1t_s,
+            row.serial_pt_s,
+            row.serial_pt_kept_s,
+            row.ddp_s,
+            row.local_s,
+            row.split_s,
+        ]
         ratios = [row.speedup_vs_1t, row.speedup_vs_pt, row.speedup_vs_ddp, row.efficiency]
         memory = row.peak_bytes_split / max(row.peak_bytes_serial, 1)
         return [

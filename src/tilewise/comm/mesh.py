@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tilewise.comm.clock import Clock
+from tilewise.comm.heap import keep_freed
 from tilewise.comm.trace import Trace
 from tilewise.errors import CommError, MismatchError
 
@@ -48,6 +49,7 @@ class Mesh:
     def __init__(
         self, ranks: Sequence[int] | None = None, *, timeout: timedelta | None = None
     ) -> None:
+        keep_freed()
         self.trace = Trace()
         self.clock = Clock()
         self._timeout = timeout

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tilewise.data.augmentation import Augmentation, Seen
 from tilewise.data.recycle import Recycler
-from tilewise.data.region import Array, Box, Piece, Run, cut_out, runs, stretches
+from tilewise.data.region import Array, Box, Piece, Run, cut_out, runs, stretches, whole
 from tilewise.data.share import Share
 from tilewise.data.source import Field
-from tilewise.data.transform import Transform
+from tilewise.data.transform import Transform, as_float
 from tilewise.layout import Cover, Layout
 
 
@@ -41,14 +41,17 @@ class Feed:
         self.as_stored = augmentation.seen(None, name, len(field.shape))
         self.changes = augmentation.changes_values(name)
         self.plain = not self.transforms and not self.changes
-        self.dtype = self._worked(np.zeros((1,) * len(field.shape), field.dtype)).dtype
+        single = np.zeros((1,) * len(field.shape), field.dtype)
+        self.dtype = self._worked(copied(single), whole(single.shape)).dtype
+        # Stored values are then converted right into the slab, and changed there.
+        self.in_place = (
+            bool(self.transforms)
+            and all(transform.in_place for transform in self.transforms)
+            and as_float(copied(single)).dtype == self.dtype
+        )
 
-    def _worked(
-        self, stored: Array, box: Box | None = None, epoch: int = 0, sample: int = 0
-    ) -> Tensor:
-        """Transform and augment stored values; the array given is not changed."""
-        box = tuple((0, extent) for extent in stored.shape) if box is None else box
-        tensor = torch.from_numpy(np.array(stored, order="C"))
+    def _worked(self, tensor: Tensor, box: Box, epoch: int = 0, sample: int = 0) -> Tensor:
+        """Transform and augment values, in place as far as that goes."""
         for transform in self.transforms:
             tensor = transform.apply(tensor, box)
         if self.changes:
@@ -84,10 +87,20 @@ class Feed:
             return
         for stretch in stretches(values.shape):
             box = tuple(
-                (start + (part.start or 0), stop if part.stop is None else start + part.stop)
-                for (start, stop), part in zip(piece.out, stretch)
+                (start + (cut.start or 0), stop if cut.stop is None else start + cut.stop)
+                for (start, stop), cut in zip(piece.out, stretch)
             )
-            target[stretch] = self._worked(cut_out(values, stretch), box, epoch, sample)
+            part, stored = target[stretch], cut_out(values, stretch)
+            if self.in_place:
+                np.copyto(part.numpy(), stored, casting="unsafe")
+            worked = self._worked(part if self.in_place else copied(stored), box, epoch, sample)
+            if worked is not part:
+                part.copy_(worked)
+
+
+def copied(stored: Array) -> Tensor:
+    """Return stored values as a tensor of its own."""
+    return torch.from_numpy(np.array(stored, order="C"))
 
 
 def place(row: Tensor, piece: Piece) -> Array:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,13 @@ from tilewise.errors import DataError
 
 
 class Transform(ABC):
-    """An element-wise change of values or dtype."""
+    """An element-wise change of values or dtype.
+
+    Attributes:
+        in_place: whether `apply` takes floats, and changes and returns the very tensor given.
+    """
+
+    in_place: ClassVar[bool] = False
 
     @abstractmethod
     def apply(self, tensor: Tensor, box: Box) -> Tensor:
@@ -39,6 +46,8 @@ class Cast(Transform):
 class Log1p(Transform):
     """Take log(1 + x); integers become float32."""
 
+    in_place = True
+
     def apply(self, tensor: Tensor, box: Box) -> Tensor:
         return as_float(tensor).log1p_()
 
@@ -49,6 +58,7 @@ class Normalize(Transform):
 
     mean: float | Sequence[float]
     std: float | Sequence[float]
+    in_place = True
 
     def __post_init__(self) -> None:
         if any(value == 0 for value in _listed(self.std)):

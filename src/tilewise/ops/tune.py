@@ -10,6 +10,8 @@ import json
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import torch
@@ -25,7 +27,10 @@ WORTH = 2e7  # multiplications below which no choice pays for its measuring
 GAIN = 0.97  # what a way must beat to be worth leaving the plain one
 ROUNDS = 3
 LONG = 0.2  # seconds after which one measurement is enough
-WAYS = [Way(patch, last) for patch in (False, True) for last in (False, True)]
+WAYS = [
+    *(Way(patch, last) for patch in (False, True) for last in (False, True)),
+    *(Way(patch, last=False, onednn=True) for patch in (False, True)),
+]
 
 
 def worth_tuning(work: float, x: Tensor) -> bool:
@@ -100,7 +105,10 @@ def _key(conv: LocalConv, x: Tensor, weight: Tensor) -> str:
 
 
 def _measure(conv: LocalConv, x: Tensor, weight: Tensor) -> list[float]:
-    """Time each way in each phase, without any message, and changing the result's format."""
+    """Time each way in each phase, without any message, and changing the result's format.
+
+    A way by oneDNN takes as long as torch's own where torch calls oneDNN, or there is none.
+    """
     given = torch.randn_like(x.new_empty(conv.out))
     grads = {last: formatted(given, last=last) for last in (False, True)}
     frame = None if conv.halo is None else conv.halo.zeros(x)
@@ -118,8 +126,34 @@ def _measure(conv: LocalConv, x: Tensor, weight: Tensor) -> list[float]:
         formatted(given, last=way.last)
 
     phases: list[Callable[[Way], None]] = [forward, data, to_weight]
-    times = [_time(phase, way, x) for phase in phases for way in WAYS]
+    apart = _leaves_onednn(conv, x, weight)
+    times = []
+    for phase in phases:
+        taken = {way: _time(phase, way, x) for way in WAYS if apart or not way.onednn}
+        times += [taken.get(way, taken[replace(way, onednn=False)]) for way in WAYS]
     return [*times, _time(change, Way(patch=False, last=True), x)]
+
+
+def _leaves_onednn(conv: LocalConv, x: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN is there, and torch would convolve the slab by other means."""
+    if not (prod(conv.out) and x.numel() and weight.numel()):
+        return False
+    if x.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    spec, halo = conv.spec, conv.halo
+    slabs = [(x if halo is None else halo.shaped(x), conv.padding)]
+    if halo is not None and halo.thin is not None:
+        slabs.append((x, halo.inner_padding))
+    return any(
+        "Mkldnn"
+        not in str(
+            torch._C._select_conv_backend(
+                slab, weight, None, spec.stride, padding, spec.dilation, False, [0] * spec.ndim,
+                conv.groups,
+            )
+        )
+        for slab, padding in slabs
+    )  # fmt: skip
 
 
 def _time(phase: Callable[[Way], None], way: Way, x: Tensor) -> float:

@@ -1,0 +1,60 @@
+"""Freed memory, kept for the next tensor in place of going back to the system.
+
+glibc maps each block of more than 32 MiB for itself and unmaps it when it is freed, so that every
+step pays for its large tensors page by page again: a third of a training step of CosmoFlow on
+128³. Kept in the heap they cost nothing the second time; the process may hold more than its
+tensors need at once, as gaps between them do not always fit the next one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+SWITCH = "TILEWISE_KEEP_MEMORY"
+TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX = -1, -3, -4  # of mallopt(3)
+KEEP = {MMAP_MAX: 0, TRIM_THRESHOLD: 2**31 - 1}
+# glibc's own numbers, where it ends up by itself once large blocks were freed.
+RETURN = {MMAP_MAX: 65536, MMAP_THRESHOLD: 32 << 20, TRIM_THRESHOLD: 64 << 20}
+
+_kept = False
+
+
+def keep_freed() -> None:
+    """Keep what is freed from now on, unless switched off or not on glibc."""
+    global _kept
+    off = os.environ.get(SWITCH, "on").lower() in ("off", "0", "no", "false")
+    if not _kept and not off:
+        _kept = _set(KEEP)
+
+
+@contextmanager
+def freed_returned() -> Iterator[None]:
+    """Give freed memory back meanwhile, as a process does that nobody told to keep it."""
+    global _kept
+    kept = _kept
+    if kept:
+        _set(RETURN)
+        _libc().malloc_trim(0)
+        _kept = False
+    try:
+        yield
+    finally:
+        if kept:
+            _kept = _set(KEEP)
+
+
+def _set(options: dict[int, int]) -> bool:
+    libc = _libc()
+    return libc is not None and all(libc.mallopt(*option) for option in options.items())
+
+
+def _libc() -> Any:
+    try:
+        known = os.confstr("CS_GNU_LIBC_VERSION")
+    except (AttributeError, ValueError):
+        known = None
+    return ctypes.CDLL(None) if known else None
