@@ -23,6 +23,9 @@ from tilewise.errors import CommError
 from tilewise.layout import Cover, Layout, Message, Move
 
 
+HALF = (torch.bfloat16, torch.float16)
+
+
 class Exchange:
     """One move of a tensor among the ranks of a mesh, made ready for this rank.
 
@@ -32,7 +35,8 @@ class Exchange:
         that stay where they are go through one all-reduce over the ranks that share them.
     Adjoint: the same for the move back.
 
-    `kind` is what waiting for it counts as: `halo`, `redistribution` or `sync`.
+    `kind` is what waiting for it counts as: `halo`, `redistribution` or `sync`. With `fresh`, the
+    gradient that comes back to it is memory of its own: this rank's slab of it stays in place.
     """
 
     def __init__(
@@ -44,18 +48,19 @@ class Exchange:
         layer: str,
         fill: float = 0.0,
         kind: str | None = None,
+        fresh: bool = False,
     ) -> None:
         source = Cover.of(source) if isinstance(source, Layout) else source
         target = Cover.of(target) if isinstance(target, Layout) else target
         self.mesh = mesh
-        self.layer = layer
+        self.layer, self.fresh = layer, fresh
         self.move = Move(source, target)
         if kind is None:
             kind = "halo" if source.axes == target.axes else "redistribution"
         self.forth = _Way(mesh, self.move, layer, fill, kind)
         self.back = _Way(mesh, self.move.adjoint, f"{layer} (backward)", 0.0, kind)
 
-    @property
+    @cached_property
     def core(self) -> Box | None:
         """Where this rank's slab lies in the target, if it lies there whole and is its alone.
 
@@ -187,7 +192,15 @@ class _ExchangeFunction(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None]:
         if not ctx.differentiable:
             return None, token, None
-        return ctx.exchange.start_adjoint(grad).finish(), token, None
+        exchange: Exchange = ctx.exchange
+        core = exchange.core if exchange.fresh and grad.dtype not in HALF else None
+        if core is None:
+            return exchange.start_adjoint(grad).finish(), token, None
+        boxes = exchange.arriving
+        pending = exchange.start_adjoint(Frame(boxes, [grad[box] for box in boxes], grad))
+        found = grad[core]
+        pending.finish_into(found)
+        return found, token, None
 
 
 class _Way:
@@ -361,7 +374,7 @@ def _allocate(like: Tensor, way: _Way) -> Tensor:
     if format is not torch.contiguous_format and not way.shows_format:
         format = torch.contiguous_format
     dtype = like.dtype
-    if way.adds and dtype in (torch.bfloat16, torch.float16):
+    if way.adds and dtype in HALF:
         dtype = torch.float32  # so that a sum is rounded once
     out = torch.empty(way.out_shape, dtype=dtype, device=like.device, memory_format=format)
     if way.covered:

@@ -31,6 +31,8 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 NAME = "mpi4py"
 POLL_SECONDS = 0.0005
 SPINS = 2000
+# MPI takes and delivers messages up to this size at once, without progress on the way.
+EAGER_BYTES = 32 << 10
 
 _TYPES = {
     torch.float32: MPI.FLOAT,
@@ -198,18 +200,23 @@ class Group(ProcessGroup):  # type: ignore[misc]
         keep: Any,
         then: Callable[[], None] | None = None,
         result: Any = None,
+        *,
+        poll: bool = True,
     ) -> Request:
-        return _poller.watch(Request(request, self._timeout, keep, then, result))
+        found = Request(request, self._timeout, keep, then, result)
+        return _poller.watch(found) if poll else found
 
     # -- to one peer --------------------------------------------------------------------------
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Request:
         (tensor,) = tensors
-        return self._watch(self.comm.Isend(_bytes(tensor), peer, tag), tensor)
+        request = self.comm.Isend(_bytes(tensor), peer, tag)
+        return self._watch(request, tensor, poll=tensor.nbytes > EAGER_BYTES)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Request:
         (tensor,) = tensors
-        return self._watch(self.comm.Irecv(_bytes(tensor), peer, tag), tensor)
+        request = self.comm.Irecv(_bytes(tensor), peer, tag)
+        return self._watch(request, tensor, poll=tensor.nbytes > EAGER_BYTES)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Request:
         return self.recv(tensors, MPI.ANY_SOURCE, tag)
@@ -221,7 +228,10 @@ class Group(ProcessGroup):  # type: ignore[misc]
         op = ReduceOp.SUM if opts is None else opts.reduceOp
         buffer = _addable(tensor)
         request = self.comm.Iallreduce(MPI.IN_PLACE, _typed(buffer), _op(op))
-        return self._watch(request, buffer, self._put_back(tensor, buffer, op), tensors)
+        then = self._put_back(tensor, buffer, op)
+        # who waits at once lets it progress by that, and needs no thread that wakes up for it
+        poll = opts is None or opts.asyncOp
+        return self._watch(request, buffer, then, tensors, poll=poll)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Request:
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])

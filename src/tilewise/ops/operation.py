@@ -24,10 +24,14 @@ Local = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Need:
-    """What an operand must be brought to; `fill` stands past the tensor's edge."""
+    """What an operand must be brought to; `fill` stands past the tensor's edge.
+
+    With `fresh`, the local work gives its gradient in memory that nobody else holds.
+    """
 
     cover: Cover
     fill: float = 0.0
+    fresh: bool = False
 
     @classmethod
     def of(cls, where: Layout | Cover, fill: float = 0.0) -> Need:
@@ -104,7 +108,9 @@ class Bound:
         self.brings = [
             None
             if source is None
-            else _noisy(Exchange(mesh, source, need.cover, layer=layer, fill=need.fill))
+            else _noisy(
+                Exchange(mesh, source, need.cover, layer=layer, fill=need.fill, fresh=need.fresh)
+            )
             for source, need in zip(sources, operation.needs, strict=True)
         ]
         self.inner = [Exchange(mesh, *ends, layer=layer, kind="sync") for ends in operation.inner]

@@ -80,7 +80,11 @@ def pool(
             continue
         cuts = [block(y.shape[dim], y.degrees[dim], k) for k in range(y.degrees[dim])]
         blocks.append(tuple(Block.clipped(*window.inputs(*cut), x.shape[dim]) for cut in cuts))
-    need = Need(Cover(x.shape, y.axes, tuple(blocks)), fill=-inf if spec.kind == "max" else 0.0)
+    need = Need(
+        Cover(x.shape, y.axes, tuple(blocks)),
+        fill=-inf if spec.kind == "max" else 0.0,
+        fresh=prod(y.local_shape(rank)) > 0,
+    )
     local = _Local(spec, extents, y.local_shape(rank), y.intervals(rank)[lead:], native)
     results = (y, y) if spec.return_indices else (y,)
     return Operation((need,), local, tuple(Cover.of(out) for out in results), results)
