@@ -39,12 +39,13 @@ def train(
         str | None, typer.Option(help="'n2 h2', 'conv*=h2,fc=f2', a plan file, auto")
     ] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="section.key=value; repeats")
+        list[str] | None,
+        typer.Option("--set", help="change the recipe: section.key=value; repeats"),
     ] = None,
     resume: Annotated[
         str | None, typer.Option(help="latest, or the folder of a checkpoint or of a run")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="folder of the run; runs/RECIPE")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder of the run; else runs/RECIPE")] = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="write a trace of some steps for each rank")
     ] = False,
