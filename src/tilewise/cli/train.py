@@ -27,12 +27,12 @@ from tilewise.train.inputs import make_missing
 from tilewise.train.journal import METRICS
 from tilewise.train.lock import RunLock
 from tilewise.train.loop import train as train_on_rank
-from tilewise.train.recipe import Recipe, read_recipe
+from tilewise.train.recipe import Recipe, read_recipe, shipped
 from tilewise.train.resume import CHECKPOINTS
 
 
 def train(
-    recipe: Annotated[str, typer.Argument(help="a TOML file, or the name of a shipped recipe")],
+    recipe: Annotated[str, typer.Argument(help=f"a TOML file, or {', '.join(shipped())}")],
     ranks: Annotated[int, typer.Option(min=0, help="local ranks; 0 is as the plan needs")] = 0,
     backend: Annotated[str, typer.Option(help="gloo, mpi or nccl")] = "gloo",
     plan: Annotated[
