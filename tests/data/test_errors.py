@@ -355,6 +355,41 @@ def test_keys_and_dtypes_that_cannot_be_read(tmp_path: Path) -> None:
         td.open_source(tmp_path / "z" / "data.zarr", ["z"])
 
 
+def open_files() -> set[str]:
+    """Return the HDF5 files that this process has open."""
+    found = (os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink())
+    return {path for path in found if path.endswith(".h5")}
+
+
+def failing_loaders(mesh: Mesh, path: str) -> list[tuple[str, set[str]]]:
+    """Make loaders that fail; return each error, with the files then open while it is handled."""
+    cut = Layout.of((2, *SHAPE), "ncdhw", f"d{mesh.size}", ranks=mesh.size)
+    label = Layout.replicated((2, *LABELS), ranks=mesh.size)
+    cases: list[tuple[list[Layout], dict[str, Any]]] = [
+        ([cut, Layout.replicated((2, 7), ranks=mesh.size)], {}),
+        ([cut], {"fields": ["nothing"]}),
+        ([cut, label], {"prefetch": -mesh.rank - 1}),
+    ]
+    if mesh.size > 1:
+        cases.append(([cut, label], {"prefetch": -mesh.rank}))  # fails on one rank only
+    found = []
+    for layouts, options in cases:
+        try:
+            td.loader(path, layouts, mesh=mesh, **options)
+        except DataError as error:
+            found.append((str(error), open_files()))
+    assert len(found) == len(cases)
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_files_are_closed_where_a_loader_cannot_be_made(tmp_path: Path, count: int) -> None:
+    path = str(write(tmp_path))
+    for found in ranks(count, failing_loaders, path):
+        for error, still in found:
+            assert not [file for file in still if file.startswith(path)], error
+
+
 def test_fields_that_could_be_taken_for_each_other(tmp_path: Path) -> None:
     """Only the alphabet would order them, so the order must be said."""
     cuts = [Layout((2, 3)), Layout((2, 3))]

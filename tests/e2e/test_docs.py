@@ -146,7 +146,8 @@ def losses(said: str) -> list[float]:
 def test_the_tutorial_gives_the_losses_of_one_device(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    scripts = {text.split()[1]: text for text in blocks("tutorial.md", "python")}
+    *named, planned = blocks("tutorial.md", "python")
+    scripts = {text.split()[1]: text for text in named}
     for name, text in scripts.items():
         (tmp_path / name).write_text(text)
     alone, *_ = on_four_ranks(pool, run_script, scripts["train.py"], str(tmp_path))
@@ -157,11 +158,16 @@ def test_the_tutorial_gives_the_losses_of_one_device(
     assert "head.weight" in torch.load(tmp_path / "unet.pt", weights_only=True)
     monkeypatch.chdir(tmp_path)
     said = {command.split()[1]: finish(command, monkeypatch) for command in commands("tutorial.md")}
-    assert said == {"verify": 0, "plan": 0, "simulate": 0}
+    assert said == {"verify": 0, "plan": 0, "report": 0, "simulate": 0}
     shown = capsys.readouterr().out
     assert "equal within" in shown
     assert "bytes are the planner's" in shown
     assert json.loads((tmp_path / "plan.json").read_text())["layers"]["head"]
+    assert "up1.0" in (tmp_path / "report.html").read_text()
+    script, count = re.subn(r"pmodel = .*\n", planned, scripts["train_split.py"])
+    assert (count, planned.count("plan.json")) == (1, 1)
+    split, *_ = on_four_ranks(pool, run_script, script, str(tmp_path))
+    assert losses(split) == pytest.approx(losses(alone), abs=2e-4)
 
 
 def commands(page: str) -> list[str]:

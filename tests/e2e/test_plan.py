@@ -63,6 +63,9 @@ def test_json_has_the_promised_keys_and_the_plan_loads(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     for text in ("compared with", "proven best", "time against memory", "features.0:", "the other"):
         assert text in result.stdout
+    words = " ".join(result.stdout.split())
+    for text in ("compute does not hide it", "owt (one weird trick)", "held: kept for backward"):
+        assert text in words
 
 
 def _check_network(about: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,10 @@ import pytest
 
 from measured_here import keep_rates, tilewise_here
 from tilewise.cli import main
+from tilewise.cli.crew import Crew
+from tilewise.cli.verify import verify as verify_command
+from tilewise.comm.pool import Pool
+from tilewise.errors import TilewiseError
 
 COMMAND = [sys.executable, "-m", "tilewise", "verify"]
 NET = """
@@ -62,15 +67,23 @@ def test_json_says_what_was_compared(tmp_path: Path) -> None:
     assert found["fallbacks"] == []
     assert found["worst_layer"]
     assert found["seconds"] > 0
+    assert ran.stderr.strip() == ""
 
 
-def test_people_get_a_table_and_are_told_of_fallbacks(tmp_path: Path) -> None:
+def test_people_get_progress_and_a_table_and_are_told_of_fallbacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
     ran = verify("net.py:Odd", "--input", "4x3x9x7", "--plan", "h2", "--steps", "1",
                  folder=tmp_path)  # fmt: skip
     assert ran.returncode == 0, ran.stderr
-    assert "param grad" in ran.stdout
-    assert "equal within 1e-09" in ran.stdout
-    assert "undivided: #sort has no rule" in ran.stdout
+    shown, said = (re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text) for text in (ran.stdout, ran.stderr))
+    assert "param grad" in shown
+    assert "equal within 1e-09" in shown
+    assert "undivided: #sort has no rule" in shown
+    assert "3/3" in said  # splitting, the first pass, one step
+    assert "verify, first pass" in said
+    assert "no rule" not in said
 
 
 @pytest.mark.parametrize(
@@ -110,6 +123,28 @@ def test_bad_input_is_one_clear_line(
     assert message in errors
     assert "Traceback" not in errors
     assert len(errors.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ({"conv": "d2"}, "depth"),
+        ({"conv": "n4"}, "(=2); it may be 1, 2"),
+        ({"conv9": "n2"}, "made for another model"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_found_before_ranks_start(
+    layers: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(crew: Crew) -> Pool:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(Crew, "start", start)
+    (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "plan.json").write_text(json.dumps({"format": 1, "layers": layers}))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TilewiseError, match=re.escape(message)):
+        verify_command("net.py:Net", ["2x3x8x8"], ranks=2, plan="plan.json")
 
 
 def test_the_auto_plan_is_equal_too(tmp_path: Path) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tilewise as tw
 from tilewise import Mesh
 from tilewise.comm import Exchange
-from tilewise.comm.pool import Pool
+from tilewise.comm.pool import Pool, _mpiexec
 from tilewise.errors import CommError
 from tilewise.layout import Axis, Layout
 from tilewise.testing.verify import Result, verify
@@ -201,6 +205,29 @@ def silent(mesh: Mesh) -> str:
 def test_a_silent_peer_is_named(pool: Pool) -> None:
     said = pool.run((2, 3), silent, (), 60)[0]
     assert "receive of conv1: no answer from rank 1 on rank 0" in said
+
+
+ALONE = """
+import torch
+import torch.distributed as dist
+from tilewise.comm.launch import join
+
+join("mpi")
+if dist.get_rank() == 1:
+    raise ValueError("on one rank alone")
+dist.recv(torch.zeros(1), 1)
+"""
+
+
+def test_an_error_on_one_rank_of_a_script_ends_all(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(ALONE)
+    ran = subprocess.run(
+        [_mpiexec(), "-n", "2", sys.executable, "script.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+    )  # fmt: skip
+    assert ran.returncode
+    assert "ValueError: on one rank alone" in ran.stderr
 
 
 def test_without_a_launcher_it_says_what_is_missing() -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Net(nn.Module):
@@ -31,6 +32,17 @@ class Net(nn.Module):
         return out
 
 
+class FailingLoss(TorchDispatchMode):
+    """Lets the loss fail here alone, as one does that meets a value it is not defined for."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if "nll_loss" in func.__name__:
+            raise ValueError("all elements of input should be between 0 and 1")
+        return func(*args, **(kwargs or {}))
+
+
 class Countdown:
     """Does what is asked for before step number `step`; leaves a mark so that it is done once."""
 
@@ -46,6 +58,9 @@ class Countdown:
             Path(self.mark).touch()
         if self.fault == "raise":
             raise ValueError("the cat sat on the keyboard")
+        if self.fault == "loss":
+            FailingLoss().__enter__()  # for the rest of this process
+            return
         if self.fault == "memory":
             now = mmap.PAGESIZE * int(Path("/proc/self/statm").read_text().split()[0])
             limit = now + (1 << 28)

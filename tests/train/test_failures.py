@@ -117,6 +117,7 @@ FAULTS = {
     "SIGKILL": r"rank 1: process \d+ was killed by SIGKILL",
     "SIGSTOP": r"rank 1: process \d+ is stopped \(SIGSTOP\) and gave no answer",
     "raise": r"rank 1: ValueError: the cat sat .* \(faulty.py:\d+\); see raise/failure.log",
+    "loss": r"rank 1: ValueError: all elements of input .* \(faulty.py:\d+\); see loss/failure.log",
     "memory": r"rank 1: out of memory, with 4096 MiB more to allocate; see memory/failure.log",
 }
 

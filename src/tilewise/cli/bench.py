@@ -29,7 +29,9 @@ from tilewise.cli.crew import Crew
 from tilewise.cli.naming import InputError, build_model, parse_shape
 from tilewise.comm import Mesh
 
-bench_app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
+bench_app = typer.Typer(
+    help="Time layers, messages, models, plans and input on this machine.", no_args_is_help=True
+)
 bench_app.command()(io)
 bench_app.command()(model)
 bench_app.command()(page)
@@ -38,7 +40,7 @@ bench_app.command()(plans)
 
 @bench_app.callback()
 def _root() -> None:
-    """Measure on this machine."""
+    """Time layers, messages, models, plans and input on this machine."""
 
 
 @bench_app.command()

@@ -19,7 +19,12 @@ from tilewise.comm import Mesh
 
 
 def model(
-    model: Annotated[str, typer.Argument(help="package.module:callable, file.py:callable or name")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="file.py:callable, package.module:callable, or a name such as resnet50"
+        ),
+    ],
     input: Annotated[list[str], typer.Option(help="global shape, such as 2x3x64x64; repeats")],
     plan: Annotated[str, typer.Option(help="'n2 h2', 'conv*=h2,fc=f2', a file or auto")] = "n2",
     ranks: Ranks = 2,

@@ -19,7 +19,12 @@ from tilewise.comm import Mesh
 
 
 def plans(
-    model: Annotated[str, typer.Argument(help="package.module:callable, file.py:callable or name")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="file.py:callable, package.module:callable, or a name such as resnet50"
+        ),
+    ],
     input: Annotated[list[str], typer.Option(help="global shape, such as 2x3x64x64; repeats")],
     ranks: Annotated[int, typer.Option(min=2, help="local ranks to start")] = 2,
     arg: Annotated[list[str] | None, typer.Option(help="key=value for the model; repeats")] = None,

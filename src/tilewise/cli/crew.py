@@ -87,13 +87,19 @@ class Crew:
     ) -> list[Any]:
         """Call `function(mesh, *arguments)` on all ranks; returns what each of them returned.
 
-        With a title, a bar shows how many times a generator function has yielded so far.
+        With a title, a bar shows how many times a generator function has yielded so far, and the
+        text it yielded last.
         """
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         console = Console(stderr=True, quiet=not title)
         with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
             bar = progress.add_task(title, total=total or None)
-            return self._run(function, arguments, lambda _: progress.advance(bar))
+
+            def show(said: Any) -> None:
+                text = f"{title}, {said}" if isinstance(said, str) else title
+                progress.update(bar, advance=1, description=text)
+
+            return self._run(function, arguments, show)
 
     @property
     def first(self) -> bool:

@@ -23,7 +23,9 @@ def make(
     count: Annotated[int, typer.Option(help="samples")] = 512,
     seed: Annotated[int, typer.Option(help="the same seed gives the same bytes")] = 0,
     format: Annotated[str, typer.Option(help=", ".join(FORMATS))] = "hdf5",
-    files: Annotated[str, typer.Option(help=f"{', '.join(FILES)}: hdf5 files a sample")] = "one",
+    files: Annotated[
+        str, typer.Option(help=f"{' or '.join(FILES)}: hdf5 file for all, or for each sample")
+    ] = "one",
     workers: Annotated[
         int,
         typer.Option("--workers", "--ranks", min=0, help="processes; 0 is as many as are worth it"),

@@ -30,17 +30,26 @@ from tilewise.planner.solve import InfeasibleError
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="package.module:callable, file.py:callable or name")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="file.py:callable, package.module:callable, or a name such as resnet50"
+        ),
+    ],
     input: Annotated[list[str], typer.Option(help="global shape, such as 64x3x224x224; repeats")],
     devices: Annotated[int, typer.Option(min=1, help="devices to plan for")],
-    machine: Annotated[str, typer.Option(help="a preset such as lassen, or a machine file")],
-    memory: Annotated[str | None, typer.Option(help="a device, such as 16GiB")] = None,
-    optimizer: Annotated[str, typer.Option(help="sgd, momentum, rmsprop, adam, adamw")] = "adam",
+    machine: Annotated[str, typer.Option(help="a preset such as lassen, local, or a machine file")],
+    memory: Annotated[
+        str | None, typer.Option(help="what a device may hold, such as 16GiB")
+    ] = None,
+    optimizer: Annotated[str, typer.Option(help="sgd, momentum, rmsprop, adam or adamw")] = "adam",
     dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16")] = "float32",
-    pin: Annotated[list[str] | None, typer.Option(help="'conv1=n64 d8'; repeats")] = None,
+    pin: Annotated[
+        list[str] | None, typer.Option(help="fix a layer, as 'conv1=n64 d8'; repeats")
+    ] = None,
     arg: Annotated[list[str] | None, typer.Option(help="key=value for the model; repeats")] = None,
     pareto: Annotated[bool, typer.Option("--pareto", help="show time against memory")] = False,
-    explain: Annotated[str | None, typer.Option(help="price all ways to split a layer")] = None,
+    explain: Annotated[str | None, typer.Option(help="a layer: price all ways to split it")] = None,
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity", help="vary each rate of the machine by 10 %")
     ] = False,
@@ -49,7 +58,9 @@ def plan(
     price_limit: Annotated[
         float, typer.Option(min=0.0, help="seconds to prove prices of other ways, for a report")
     ] = 10.0,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="write the plan")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="a plan file to write")
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Find the fastest plan for MODEL on a machine that need not be at hand."""

@@ -17,6 +17,19 @@ from tilewise.planner.sensitivity import Tried
 
 KINDS = ("compute", "halo", "exchange", "sync")
 MOST_ALTERNATIVES = 20
+WAITING = (
+    "halo: a layer's wait for rows and gathered channels of others, as far as compute does not "
+    "hide it; exchange: scattered results, statistics of norms, and moves between layers"
+)
+COSTS = (
+    f"compute: arithmetic and the optimizer; {WAITING}; sync: sums of gradients, before any of "
+    "them hides behind backward; sent: by all devices in a step"
+)
+PEOPLE_USE = (
+    "data: samples only; spatial: depth, height and width only; model: channels and filters only; "
+    "owt (one weird trick): samples, but linear layers by filters; uniform: the best degrees that "
+    "are the same for all layers"
+)
 
 
 def milliseconds(seconds: float) -> str:
@@ -47,6 +60,7 @@ def show_plan(found: Found, console: Console) -> None:
     total = size(sum(row.bytes for row in found.rows))
     table.add_row("all", "", *_times(found.rows), total, style="bold")
     console.print(table)
+    explain(COSTS, console)
     hidden = min(found.cost.sync, found.cost.backward)
     console.print(
         f"step {milliseconds(found.step_seconds)} ms: forward {milliseconds(found.cost.forward)}, "
@@ -58,6 +72,11 @@ def show_plan(found: Found, console: Console) -> None:
     )
     proof = "proven best" if found.optimal else _how_near(found.gap)
     console.print(f"{proof} of all candidates, {found.solve_seconds:.1f} s")
+
+
+def explain(text: str, console: Console) -> None:
+    """Say what a table's words mean."""
+    console.print(text, style="dim", highlight=False)
 
 
 def _named(stretch: Sequence[Row]) -> str:
@@ -83,6 +102,7 @@ def show_comparison(found: Found, console: Console) -> None:
             "yes" if one.fits else "[red]no[/]",
         )
     console.print(table)
+    explain(PEOPLE_USE, console)
 
 
 def show_frontier(points: Sequence[Priced], console: Console) -> None:
@@ -114,7 +134,11 @@ def show_alternatives(
         )
     console.print(table)
     left = len(alternatives) - MOST_ALTERNATIVES
-    console.print("* chosen; ≥ a lower bound" + (f"; {left} dearer ones left out" * (left > 0)))
+    text = (
+        "* chosen; ≥ a lower bound; compute to sync: of this layer alone, halos before any of them "
+        "hides behind compute; held: kept for backward; decides: the largest of its costs"
+    )
+    explain(text + f"; {left} dearer ones left out" * (left > 0), console)
 
 
 def show_sensitivity(tried: Sequence[Tried], console: Console) -> None:

@@ -27,29 +27,38 @@ LOSSES = {
 
 
 def simulate(
-    model: Annotated[str, typer.Argument(help="package.module:callable, file.py:callable or name")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="file.py:callable, package.module:callable, or a name such as resnet50"
+        ),
+    ],
     input: Annotated[
         list[str], typer.Option(help="global shape, such as 64x4x512x512x512; repeats")
     ],
-    devices: Annotated[int | None, typer.Option(min=1, max=4096, help="size of the world")] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="devices of the world")
+    ] = None,
     plan: Annotated[
         str | None, typer.Option(help="'n2 h2', 'conv*=h2,fc=f2' or a plan file; else the best one")
     ] = None,
     machine: Annotated[
-        str, typer.Option(help="a preset such as lassen, or a machine file")
+        str, typer.Option(help="a preset such as lassen, local, or a machine file")
     ] = "lassen",
     ranks: Annotated[
-        str | None, typer.Option(help="0,1,5: those to run; else a few with the most to do")
+        str | None, typer.Option(help="ranks to run, as 0,1,5; else a few with the most to do")
     ] = None,
     strong: Annotated[
-        str | None, typer.Option(help="64,128,256: the same input on more devices")
+        str | None, typer.Option(help="devices, as 64,128,256: the same input on each number")
     ] = None,
     weak: Annotated[
-        str | None, typer.Option(help="64,128,256: a batch that grows with the devices")
+        str | None, typer.Option(help="devices, as 64,128,256: a batch that grows with them")
     ] = None,
     loss: Annotated[str, typer.Option(help=", ".join(LOSSES))] = "none",
-    memory: Annotated[str | None, typer.Option(help="a device, such as 16GiB")] = None,
-    optimizer: Annotated[str, typer.Option(help="sgd, momentum, rmsprop, adam, adamw")] = "adam",
+    memory: Annotated[
+        str | None, typer.Option(help="what a device may hold, such as 16GiB")
+    ] = None,
+    optimizer: Annotated[str, typer.Option(help="sgd, momentum, rmsprop, adam or adamw")] = "adam",
     dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16")] = "float32",
     arg: Annotated[list[str] | None, typer.Option(help="key=value for the model; repeats")] = None,
     time_limit: Annotated[float, typer.Option(min=0.1, help="seconds to search a plan")] = 10.0,

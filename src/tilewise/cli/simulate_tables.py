@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tilewise.cli.plan_tables import milliseconds, size
+from tilewise.cli.plan_tables import WAITING, explain, milliseconds, size
 from tilewise.simulate import Point, Simulation
 from tilewise.simulate.plain import layers, peers
 
@@ -31,6 +31,7 @@ def show_layers(found: Simulation, console: Console, model: str) -> None:
     table.add_section()
     table.add_row("all", "", *_figures(rows), style="bold")
     console.print(table)
+    explain(WAITING, console)
 
 
 def _followed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -27,24 +27,25 @@ from tilewise.train.inputs import make_missing
 from tilewise.train.journal import METRICS
 from tilewise.train.lock import RunLock
 from tilewise.train.loop import train as train_on_rank
-from tilewise.train.recipe import Recipe, read_recipe
+from tilewise.train.recipe import Recipe, read_recipe, shipped
 from tilewise.train.resume import CHECKPOINTS
 
 
 def train(
-    recipe: Annotated[str, typer.Argument(help="a TOML file, or the name of a shipped recipe")],
+    recipe: Annotated[str, typer.Argument(help=f"a TOML file, or {', '.join(shipped())}")],
     ranks: Annotated[int, typer.Option(min=0, help="local ranks; 0 is as the plan needs")] = 0,
     backend: Annotated[str, typer.Option(help="gloo, mpi or nccl")] = "gloo",
     plan: Annotated[
         str | None, typer.Option(help="'n2 h2', 'conv*=h2,fc=f2', a plan file, auto")
     ] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="section.key=value; repeats")
+        list[str] | None,
+        typer.Option("--set", help="change the recipe: section.key=value; repeats"),
     ] = None,
     resume: Annotated[
         str | None, typer.Option(help="latest, or the folder of a checkpoint or of a run")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="folder of the run; runs/RECIPE")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder of the run; else runs/RECIPE")] = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="write a trace of some steps for each rank")
     ] = False,

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 import warnings
+from collections.abc import Generator
 from typing import Annotated, Any
 
 import torch
@@ -19,16 +20,23 @@ from tilewise.cli.naming import InputError, build_model, parse_dtype, parse_plan
 from tilewise.comm import Mesh
 from tilewise.comm.pool import RanksError
 from tilewise.graph import as_plan, capture
+from tilewise.graph.lower import plan_program
+from tilewise.graph.parallel import check_names
 from tilewise.layout import Degrees
-from tilewise.testing.verify import LOSSES, Result
-from tilewise.testing.verify import verify as compare
+from tilewise.ops.draws import Draws
+from tilewise.testing.verify import LOSSES, Result, stage_count, verify_in_stages
 
 KINDS = ("output", "input_grad", "param_grad", "buffers", "loss")
 LIMIT = 3600.0
 
 
 def verify(
-    model: Annotated[str, typer.Argument(help="package.module:callable, file.py:callable or name")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="file.py:callable, package.module:callable, or a name such as resnet50"
+        ),
+    ],
     input: Annotated[list[str], typer.Option(help="global shape, such as 2x3x64x64; repeats")],
     ranks: Annotated[int, typer.Option(min=1, help="local ranks to start")] = 2,
     plan: Annotated[str, typer.Option(help="'n2 h2', 'conv*=h2,fc=f2', a file or auto")] = "n2",
@@ -46,21 +54,21 @@ def verify(
         raise InputError(f"--loss: {loss!r} must be one of {', '.join(LOSSES)}")
     task = (model, tuple(arg or ()), tuple(map(parse_shape, input)), parse_plan(plan), loss, steps,
             dtype, seed)  # fmt: skip
-    _dry_run(task, ranks)
-    crew = Crew(ranks, backend=backend, timeout=LIMIT)
+    crew = Crew(ranks, backend=backend, timeout=LIMIT)  # local ranks start when they are to run
+    _dry_run(task, crew.size)
     console = Console(stderr=True, quiet=json_)
     console.print(f"training {model} on one device and on {crew.size} ranks …")
-    with console.status("running"), crew:
+    title, total = "" if json_ else "verify", stage_count(steps)
+    with crew:
         try:
-            result: Result = crew.run(run, *task)[0]
+            result: Result = crew.run(run, *task, title=title, total=total)[0]
         except RanksError as error:
             raise InputError(f"verify: {error}") from error
-        ranks = crew.size
     result.seconds = time.monotonic() - start
     if json_:
-        print(json.dumps(_as_json(result, model, plan, ranks)))
+        print(json.dumps(_as_json(result, model, plan, crew.size)))
     else:
-        _show(result, model, plan, ranks)
+        _show(result, model, plan, crew.size)
     sys.exit(0 if result.ok else 1)
 
 
@@ -75,7 +83,13 @@ def _dry_run(task: tuple[Any, ...], ranks: int) -> None:
     model = build_model(name, arguments, parse_dtype(dtype), seed)
     inputs = [torch.empty(shape, dtype=parse_dtype(dtype), device="meta") for shape in shapes]
     graph = capture(model, tuple(inputs))
-    as_plan(graph, plan).check(ranks)
+    checked = as_plan(graph, plan)
+    checked.check(ranks)
+    check_names(graph, checked)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of layers without a rule, which the result names
+        for program in (graph.training, graph.evaluation):
+            plan_program(program, checked, ranks=ranks, rank=0, draws=Draws(seed))
 
 
 def run(
@@ -88,8 +102,8 @@ def run(
     steps: int,
     dtype: str,
     seed: int,
-) -> Result:
-    """Verify on one rank of the mesh."""
+) -> Generator[str, None, Result]:
+    """Verify on one rank of the mesh; yields what comes next."""
     warnings.simplefilter("ignore")
     found = build_model(name, arguments, parse_dtype(dtype), seed)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -97,7 +111,7 @@ def run(
         torch.randn(shape, generator=generator, dtype=torch.float64).to(parse_dtype(dtype))
         for shape in shapes
     ]
-    return compare(mesh, found, inputs, plan, loss=loss, steps=steps)
+    return (yield from verify_in_stages(mesh, found, inputs, plan, loss=loss, steps=steps))
 
 
 def _as_json(result: Result, model: str, plan: str, ranks: int) -> dict[str, Any]:

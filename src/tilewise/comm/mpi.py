@@ -9,12 +9,16 @@ torch.distributed who is who, so that a script needs no more than
 MPI makes no progress by itself. While anything is under way a thread polls, so that messages
 travel while local work runs. Waiting spins for a moment and then yields, so that more ranks than
 cores do not starve each other.
+
+A script that an error ends on one rank ends on all of them.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -438,7 +442,16 @@ def _free_port() -> int:
         return port
 
 
+def _end_all_after_error() -> None:
+    """End all ranks if nobody caught an error here: MPI's own end would wait for the others."""
+    if getattr(sys, "last_value", None) is not None and not MPI.Is_finalized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        MPI.COMM_WORLD.Abort(1)
+
+
 if NAME.upper() not in dist.Backend._plugins:
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices="cpu")
     if MPI.COMM_WORLD.size > 1:
         tell_torch()
+        atexit.register(_end_all_after_error)

@@ -66,6 +66,15 @@ class Handles(Generic[T]):
                 self._files[path] = self._opened(path)
             yield self._files[path]
 
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Close all files again if the block, which looks at them for the first time, fails."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
     def close(self) -> None:
         """Close all files; they are opened again when needed."""
         with self._lock:

@@ -48,12 +48,13 @@ class Hdf5Source(Source):
         self._storage: dict[str, Storage] = {}
         path = self.files[reference]
         self.origin = path if len(self.files) > 1 else None
-        with self._handles.use(path) as opened:
-            for key in keys or _datasets(opened.file):
-                self._add(opened.file, path, key, "" if keys else CHOOSE)
-        if not self.fields:
-            raise DataError(f"data: {path}: no datasets found, expected at least one")
-        self._ends = [len(self.files)] if not self.stacked else self._count()
+        with self._handles.looking():
+            with self._handles.use(path) as opened:
+                for key in keys or _datasets(opened.file):
+                    self._add(opened.file, path, key, "" if keys else CHOOSE)
+            if not self.fields:
+                raise DataError(f"data: {path}: no datasets found, expected at least one")
+            self._ends = [len(self.files)] if not self.stacked else self._count()
 
     def _add(self, file: h5py.File, path: Path, key: str, advice: str) -> None:
         place = f"{path}: {key!r}"

@@ -108,22 +108,27 @@ class Loader:
                     raise DataError(f"data: {what} (={value}) must not be negative")
         except Exception as error:
             failure = error
-        agree_to_open(self.mesh, name, failure)
-        self.mesh.agree(name, (self.order, chosen, self.layouts, store_bytes, augment))
-        self.store = None
-        if store_bytes is not None:
-            self.store = Store(self.feeds, self.order, self.mesh.rank, store_bytes)
-        self._maker = Maker(
-            self.source,
-            self.feeds,
-            self.augmentation,
-            self.mesh,
-            batch=self.order.batch,
-            keep=prefetch + 2,
-            store=self.store,
-            finite=finite,
-        )
-        note_costs(self.source, self.feeds, self.mesh.rank, name)
+        try:
+            agree_to_open(self.mesh, name, failure)
+            self.mesh.agree(name, (self.order, chosen, self.layouts, store_bytes, augment))
+            self.store = None
+            if store_bytes is not None:
+                self.store = Store(self.feeds, self.order, self.mesh.rank, store_bytes)
+            self._maker = Maker(
+                self.source,
+                self.feeds,
+                self.augmentation,
+                self.mesh,
+                batch=self.order.batch,
+                keep=prefetch + 2,
+                store=self.store,
+                finite=finite,
+            )
+            note_costs(self.source, self.feeds, self.mesh.rank, name)
+        except BaseException:
+            if getattr(self, "source", data) is not data:  # opened here, and nobody else's
+                self.source.close()
+            raise
 
     # -- iterating -------------------------------------------------------------------------
 

@@ -126,7 +126,11 @@ def _open_made(path: Path, keys: Sequence[str] | None) -> Source:
         source = _open_records(records, names)
     else:
         raise DataError(f"data: {path / 'set.json'}: format {facts.get('format')!r} is not known")
-    _check_made(path, facts, source)
+    try:
+        _check_made(path, facts, source)
+    except DataError:
+        source.close()
+        raise
     return source
 
 

@@ -70,14 +70,15 @@ class TfRecordSource(Source):
         self._handles: Handles[_File] = Handles(_File, _File.close, kind="TFRecord",
                                                 limit=open_files)  # fmt: skip
         self._found: dict[Path, dict[str, Feature]] = {}
-        with self._handles.use(self._reference) as file:
-            features = self._features(self._reference, file)
-            self._packed = file.packed
         self.fields: dict[str, Field] = {}
-        for key in sorted(features) if keys is None else keys:
-            feature = _feature(features, self._reference, key)
-            self.fields[key] = self._field(key, feature)
-            self._check_size(self._reference, key, feature)
+        with self._handles.looking():
+            with self._handles.use(self._reference) as file:
+                features = self._features(self._reference, file)
+                self._packed = file.packed
+            for key in sorted(features) if keys is None else keys:
+                feature = _feature(features, self._reference, key)
+                self.fields[key] = self._field(key, feature)
+                self._check_size(self._reference, key, feature)
 
     def _field(self, key: str, feature: Feature) -> Field:
         if feature.kind == FLOATS:

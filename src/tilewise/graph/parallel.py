@@ -64,7 +64,7 @@ class ParallelModel(nn.Module):
     ) -> None:
         super().__init__()
         plan.check(mesh.size)
-        _check_names(graph, plan)
+        check_names(graph, plan)
         graph.attach(model)
         mesh.agree("parallelize", _facts(model, graph, plan, seed))
         mesh.agree(
@@ -230,7 +230,8 @@ class ParallelModel(nn.Module):
         return f"ranks={self.mesh.size}, rank={self.mesh.rank}"
 
 
-def _check_names(graph: Graph, plan: Plan) -> None:
+def check_names(graph: Graph, plan: Plan) -> None:
+    """Raise unless a plan's names and patterns are those of layers of the graph."""
     known = {layer.name for layer in graph.layers}
     unknown = [name for name in plan.layers if name not in known]
     if unknown:

@@ -7,7 +7,7 @@ found.plan, found.step_seconds, found.baselines["data"].step_seconds
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
@@ -139,7 +139,7 @@ class Found:
         """Return plans from the least memory to the fastest, each faster than the one before."""
         problem = self.formulation.problem
         found = frontier(problem, points, time_limit=self.time_limit)
-        return [self._priced(one.choice, evaluate(problem, one.choice)) for one in found]
+        return undominated([self._priced(s.choice, evaluate(problem, s.choice)) for s in found])
 
     def sensitivity(self) -> list[Tried]:
         """Return what the plan loses where one of the machine's rates is 10 % off."""
@@ -177,6 +177,18 @@ class Found:
                 for name, one in self.baselines.items()
             },
         }
+
+
+def undominated(points: Sequence[Priced]) -> list[Priced]:
+    """Leave out plans that another one beats in time or memory without losing in the other.
+
+    The search limits a sum that may be above the peak, so its order need not be that of the peaks.
+    """
+    kept: list[Priced] = []
+    for one in sorted(points, key=lambda point: (point.peak_bytes, point.step_seconds)):
+        if not kept or one.step_seconds < kept[-1].step_seconds:
+            kept.append(one)
+    return kept
 
 
 def search(

@@ -61,7 +61,10 @@ class SimulatedMesh(SilentMesh):
         return super().total(numbers, layer=layer)
 
     def learn(self, steps: Iterable[Step]) -> None:
-        """Learn from a program what its messages are for."""
+        """Learn from a program what its messages are for.
+
+        An exchange's own kind only says what waiting for it counts as.
+        """
         for step in steps:
             if isinstance(step.run, Bound):
                 self._learn_bound(step.run, [where == "held" for where, _ in step.inputs])

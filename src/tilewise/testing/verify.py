@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from tilewise.auto import read_plan
 from tilewise.comm import Exchange, Mesh
+from tilewise.comm.pool import exhausted
 from tilewise.graph import Graph, ParallelModel, capture, full_state_dict
 from tilewise.layout import Axis, Layout
 from tilewise.plan import Plan
@@ -95,6 +96,23 @@ def verify(
     samples magnify rounding, and after five large steps the losses of one device alone differ by
     more than the tolerance when its weights change in the last bit.
     """
+    stages = verify_in_stages(mesh, model, inputs, plan, loss=loss, steps=steps, lr=lr, graph=graph)
+    result: Result = exhausted(stages, lambda _: None)
+    return result
+
+
+def verify_in_stages(
+    mesh: Mesh,
+    model: nn.Module,
+    inputs: Sequence[Tensor],
+    plan: str | Mapping[str, str] | Plan,
+    *,
+    loss: str = "mse",
+    steps: int = 5,
+    lr: float | None = None,
+    graph: Graph | None = None,
+) -> Generator[str, None, Result]:
+    """Do as `verify`; yields what comes next, after each of `stage_count(steps)` stages."""
     start = time.monotonic()
     result = Result(tolerance=TOLERANCE[inputs[0].dtype])
     targets = draw_targets(model, inputs, loss)
@@ -104,14 +122,21 @@ def verify(
     split = ParallelModel(copy.deepcopy(model), graph, chosen, mesh)
     result.fallbacks, result.notes = split.fallbacks, split.plan.notes
     serial = _serial(model, inputs, LOSSES[loss], split) if mesh.rank == 0 else None
+    yield "first pass"
     found = _compare_first_pass(mesh, split, serial, inputs, targets, result)
+    yield "steps" if steps else "done"
     lr = found if lr is None else lr
-    _compare_steps(mesh, split, serial, inputs, targets, result, steps, lr)
+    yield from _compare_steps(mesh, split, serial, inputs, targets, result, steps, lr)
     if serial is not None and result.max_error.get("loss", 0.0) > result.tolerance:
         again = _serial(model, inputs, LOSSES[loss], split)
         result.drift = _drift(again, inputs, targets, [e for _, e in result.losses], lr)
     result.seconds = time.monotonic() - start
     return result
+
+
+def stage_count(steps: int) -> int:
+    """Return in how many stages a run with so many steps is compared."""
+    return 2 + steps
 
 
 def _serial(
@@ -230,7 +255,8 @@ def _compare_steps(
     result: Result,
     steps: int,
     lr: float,
-) -> None:
+) -> Generator[str, None, None]:
+    """Compare the losses of optimizer steps; yields what comes next after each."""
     slabs = [slab.detach() for slab in _slabs(split, mesh, inputs, targets)]
     optimizer = torch.optim.SGD(split.parameters(), lr=lr, momentum=0.9)
     reference = None
@@ -241,14 +267,14 @@ def _compare_steps(
         optimizer.zero_grad()
         found = split.loss(*slabs)
         found.backward()
-        if serial is None or reference is None:
-            continue
-        reference.step()
-        reference.zero_grad()
-        expected = serial.loss(*inputs, *targets)
-        expected.backward()
-        result.losses.append((found.item(), expected.item()))
-        result.note("loss", f"loss of step {step + 1}", error(found, expected))
+        if serial is not None and reference is not None:
+            reference.step()
+            reference.zero_grad()
+            expected = serial.loss(*inputs, *targets)
+            expected.backward()
+            result.losses.append((found.item(), expected.item()))
+            result.note("loss", f"loss of step {step + 1}", error(found, expected))
+        yield "steps" if step + 1 < steps else "done"
 
 
 def _drift(
