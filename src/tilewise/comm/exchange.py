@@ -22,7 +22,6 @@ from tilewise.comm.mesh import Group, Mesh
 from tilewise.errors import CommError
 from tilewise.layout import Cover, Layout, Message, Move
 
-
 HALF = (torch.bfloat16, torch.float16)
 
 
