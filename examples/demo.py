@@ -85,21 +85,28 @@ def main() -> None:
     seconds += train(split, other_plan(split), RANKS, "--resume", "latest")
     plans.append(read(split / "plan.json")["layers"])
     alone_seconds = train(alone, "1", 1)
-    compare(split, alone, seconds, alone_seconds, plans)
+    compare(split, alone, seconds, alone_seconds, plans, half)
     if knows("report"):
         tilewise("report", str(split), str(alone), "-o", str(FOLDER / "report.html"))
     console.print(f"{time.monotonic() - start:.0f} s in all; everything is in {FOLDER}")
 
 
 def compare(
-    split: Path, alone: Path, seconds: float, alone_seconds: float, plans: list[dict[str, str]]
+    split: Path,
+    alone: Path,
+    seconds: float,
+    alone_seconds: float,
+    plans: list[dict[str, str]],
+    half: int,
 ) -> None:
-    """Print how a split run and one device's compare."""
+    """Print how a split run, which changed its plan after half of the steps, and one device's do."""
     mine, other = steps(split), steps(alone)
     if len(mine) != len(other):
         raise SystemExit(f"{len(mine)} steps split, {len(other)} on one device")
     apart = [abs(a["loss"] - b["loss"]) / abs(b["loss"]) for a, b in zip(mine, other)]
-    pace, alone_pace = (median(r["seconds"] for r in some[5:]) for some in (mine, other))
+    alone_pace, *paces = (
+        median(r["seconds"] for r in some[5:]) for some in (other, mine[:half], mine[half:])
+    )
     trivial = read(SET / "set.json")["baseline"]["mse"]
     table = Table(title=f"CosmoFlow, {len(mine)} steps of {BATCH} volumes of 32³")
     for column in ("", "one rank", f"{RANKS} ranks"):
@@ -108,8 +115,11 @@ def compare(
     errors = [summary["valid"]["mse"] for summary in summaries]
     table.add_row("plans", "1", " then ".join(map(shown, plans)))
     table.add_row("time, starting included", f"{alone_seconds:.1f} s", f"{seconds:.1f} s")
-    table.add_row("time of a step", f"{1e3 * alone_pace:.0f} ms", f"{1e3 * pace:.0f} ms")
-    table.add_row("speed-up", "", f"{alone_pace / pace:.2f}")
+    table.add_row(
+        "time of a step", f"{1e3 * alone_pace:.0f} ms",
+        " then ".join(f"{1e3 * pace:.0f} ms" for pace in paces),
+    )  # fmt: skip
+    table.add_row("speed-up", "", " then ".join(f"{alone_pace / pace:.2f}" for pace in paces))
     memory = [max(summary["peak_bytes"]) / 2**20 for summary in summaries]
     table.add_row("memory of a rank", *(f"{size:.0f} MiB" for size in memory))
     table.add_row("losses apart, first 20 steps", "", f"{max(apart[:20]):.1e}")
