@@ -99,7 +99,7 @@ def compare(
     plans: list[dict[str, str]],
     half: int,
 ) -> None:
-    """Print how a split run, which changed its plan after half of the steps, and one device's do."""
+    """Print how a run that changed its plan after half of the steps compares with one device."""
     mine, other = steps(split), steps(alone)
     if len(mine) != len(other):
         raise SystemExit(f"{len(mine)} steps split, {len(other)} on one device")
