@@ -110,13 +110,16 @@ def _check_metrics(
 
 
 def _model_bytes(graph: Graph, plan: Plan, recipe: Recipe, ranks: int) -> int:
-    """Return what a step holds at most, by the planner's account; recomputing would save some."""
+    """Return what a step holds at most, by the planner's account.
+
+    What a recipe's own patterns save by computing again is not in it.
+    """
     train = recipe.train
     kind = "momentum" if train.optimizer == "sgd" and train.momentum else train.optimizer
     itemsize = torch.float64.itemsize if train.precision == "float64" else torch.float32.itemsize
     # bytes do not depend on the machine's rates
     setting = Setting(load_machine("lassen"), ranks, "float32", itemsize, kind)
-    found = formulate(graph, setting, pins=plan.layers)
+    found = formulate(graph, setting, pins=plan.layers, recompute=bool(plan.recompute))
     return peak_bytes(found, found.choice(plan))
 
 
