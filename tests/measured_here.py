@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-
-from tilewise.ops.kept import machine_name
+from tilewise.auto.calibrate import CONDITIONS, conditions
 from tilewise.planner.machine import Machine, load_machine, local_path
 
 
 def rates_here(devices: int) -> Machine:
     """Return a preset that says it was measured here."""
-    sources = {"all rates": f"{machine_name()} torch {torch.__version__}"}
+    sources = {CONDITIONS: conditions(f"0×{devices}")}
     update = {"name": "local", "sources": sources, "devices_per_node": devices}
     return load_machine("lassen").model_copy(update=update)
 

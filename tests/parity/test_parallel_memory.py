@@ -181,7 +181,7 @@ def recompute(mesh: Mesh, graph: Graph, plan: str, patterns: tuple[str, ...]) ->
         assert bytes_kept[1] < most * bytes_kept[0]
 
 
-@pytest.mark.parametrize("patterns", [("two*",), ("one*", "two*")])
+@pytest.mark.parametrize("patterns", [("two*",), ("one*", "two*"), ("two.[0-3]* two.4* two.5",)])
 @pytest.mark.parametrize("plan", ["n2 h2", "c2 f2"])
 def test_recomputed_layers_give_the_same_and_keep_less(
     plan: str, patterns: tuple[str, ...]

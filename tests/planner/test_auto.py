@@ -20,8 +20,9 @@ from measured_here import keep_rates, rates_here
 from tilewise import Graph, Mesh, Plan, capture
 from tilewise.auto import calls as timing
 from tilewise.auto import finals
-from tilewise.auto.plan import auto_search, read_plan
-from tilewise.auto.tell import tell
+from tilewise.auto.calibrate import conditions
+from tilewise.auto.plan import auto_search, fits_here, read_plan
+from tilewise.auto.tell import hosts, tell
 from tilewise.errors import PlanError
 from tilewise.ops.kept import load
 from tilewise.planner.calls import SplitCall
@@ -119,6 +120,26 @@ def test_the_first_rank_tells_the_others() -> None:
     assert ranks(3, telling) == [("größer", "")] * 3
 
 
+def on_two_hosts(mesh: Mesh) -> tuple[str, str]:
+    """Return what times depend on, with the last rank on a host of its own or not."""
+    cpu = torch.device("cpu")
+    with mock.patch("platform.node", return_value="b" if mesh.rank == 2 else "a"):
+        assert hosts(mesh) == "0×2 1×1"
+        apart = timing.head(mesh, cpu)
+    return apart, timing.head(mesh, cpu)
+
+
+def test_what_is_kept_is_known_by_hosts_and_version() -> None:
+    for apart, together in ranks(3, on_two_hosts):
+        assert apart == together.replace("hosts 0×3", "hosts 0×2 1×1") != together
+        assert f"tilewise {tw.__version__}" in together
+    machine = rates_here(3)
+    assert fits_here(machine, "0×3")
+    assert not fits_here(machine, "0×2 1×1")
+    older = machine.sources | {"conditions": conditions("0×3").replace(tw.__version__, "0.0.0")}
+    assert not fits_here(machine.model_copy(update={"sources": older}), "0×3")
+
+
 # -- the last word ---------------------------------------------------------------------------------
 
 
@@ -147,6 +168,37 @@ def test_the_plan_that_runs_fastest_is_taken(folder: str, fast: str) -> None:
     assert len(tried) == finals.ROUNDS * len(set(tried))
     assert {"1", "n2"} <= set(tried)
     assert chosen == fast
+
+
+def try_options(mesh: Mesh, folder: str) -> list[tuple[tuple[str, ...], torch.dtype | None]]:
+    """Return how plans are tried that are to recompute under autocast, and then without."""
+    seen: list[tuple[tuple[str, ...], torch.dtype | None]] = []
+
+    def pretend(mesh: Mesh, model: Any, graph: Graph, plan: Plan, device: Any) -> float:
+        casts = torch.is_autocast_enabled("cpu")
+        seen.append((plan.recompute, torch.get_autocast_dtype("cpu") if casts else None))
+        return 1.0
+
+    options = {"recompute": ("*",)}
+    with (
+        mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}),
+        mock.patch.object(finals, "step_seconds", pretend),
+        mock.patch.multiple(finals, CLOSE=1e9, PLANS=2),
+    ):
+        for casts in (True, False):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=casts):
+                plan = read_plan(graph(), "auto", mesh, model=net(), options=options)
+                assert plan.recompute == ("*",)
+        read_plan(graph(), "auto", mesh, model=net())
+    return seen
+
+
+def test_plans_are_tried_as_they_are_to_run(folder: str) -> None:
+    tries = 2 * finals.ROUNDS
+    for seen in ranks(2, try_options, folder):
+        assert seen == [
+            *[(("*",), torch.bfloat16)] * tries, *[(("*",), None)] * tries, *[((), None)] * tries,
+        ]  # fmt: skip
 
 
 def refuse_numbers(mesh: Mesh, folder: str) -> bool:

@@ -93,3 +93,19 @@ def test_a_step_needs_what_was_predicted(name: str, degrees: str) -> None:
     assert predicted <= evaluate(found.problem, choice).peak_bytes
     real = max(ranks(devices, measure, name, graph, plan))
     assert predicted == pytest.approx(real, rel=0.10)
+
+
+@pytest.mark.parametrize("degrees", ["n2", "h2"])
+def test_computing_again_needs_what_was_predicted(degrees: str) -> None:
+    """All stretches of a network that has sums and concatenations, within 10 %."""
+    graph = graph_of("unet")
+    found = formulate(graph, Setting(CPU, 2, "float32", 4, "adam"), recompute=True)
+    plain = Plan.uniform(graph, degrees)
+    stretches = tuple(" ".join(stretch) for stretch in found.choices.stretches if stretch)
+    plan = Plan(plain.layers, recompute=stretches)
+    choice = found.choice(plan)
+    predicted = peak_bytes(found, choice)
+    assert predicted < peak_bytes(found, found.choice(plain))
+    assert predicted <= evaluate(found.problem, choice).peak_bytes
+    real = max(ranks(2, measure, "unet", graph, plan))
+    assert predicted == pytest.approx(real, rel=0.10)

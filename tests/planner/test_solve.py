@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,13 +16,17 @@ from tilewise.planner.solve import (
     Problem,
     Transfer,
     Variable,
+    eliminate,
     evaluate,
     frontier,
     least_memory,
     price,
     prices,
+    search,
     solve,
+    solver,
 )
+from tilewise.planner.solve.solver import Solver
 
 SEEDS = range(30)
 SYNC = [0.0, 0.5, 1.0, 4.0]
@@ -218,3 +223,33 @@ def test_many_candidates_need_few_moves_known(monkeypatch: pytest.MonkeyPatch) -
     part = solve(problem)
     assert part.optimal
     assert part.seconds == pytest.approx(whole.seconds, rel=1e-8)
+
+
+class Ticking:
+    """A clock that goes on by one whenever somebody looks."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def test_no_part_of_the_solver_works_on_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = {True: 0, False: 0}
+    for limit in range(1, 60):
+        problem = random_problem(limit % 10)
+        clock = Ticking()
+        for module in (eliminate, search, solver):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
+        one = Solver(problem, None, clock.now + limit)
+        one.start(())
+        one.solve()
+        over = clock.now - limit
+        if one.best is None:
+            continue  # no start keeps the ties
+        assert one.bound <= best_seconds(problem) * (1 + 1e-9) <= one.seconds * (1 + 2e-9)
+        assert one.closed or over <= 2
+        ended[one.closed] += 1
+    assert min(ended.values()) > 5

@@ -12,6 +12,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from math import sqrt
 from statistics import fmean
 from typing import Any
@@ -35,6 +36,9 @@ from tilewise.planner.fit import (
     peak_of,
 )
 from tilewise.planner.machine import Compute, Machine
+
+CONDITIONS = "conditions"
+"""Under which key of its sources a machine says what its rates depend on."""
 
 SECONDS = 0.25
 MESSAGES = (1_000, 10_000, 100_000, 1_000_000, 4_000_000)
@@ -142,8 +146,10 @@ def calibrate(found: Measured, run: Run) -> Iterator[tuple[str, int]]:
     found.hidden = run(time_hidden)
 
 
-def machine_of(found: Measured, ranks: int, *, name: str = "local") -> Machine:
-    """Fit a machine to measurements."""
+def machine_of(
+    found: Measured, ranks: int, *, name: str = "local", spread: str | None = None
+) -> Machine:
+    """Fit a machine to measurements; `spread` is how `hosts` says the ranks lay, else on one."""
     kinds = [*found.by_flops.values(), *found.by_channels.values()]
     peak = peak_of(kinds, found.call_s)
     arithmetic = {
@@ -173,6 +179,7 @@ def machine_of(found: Measured, ranks: int, *, name: str = "local") -> Machine:
         name=name,
         sources={
             "all rates": how,
+            CONDITIONS: conditions(f"0×{ranks}" if spread is None else spread),
             "memory_bytes": "physical memory, shared by the ranks",
             "workspace_channel_block": "oneDNN computes convolutions on blocks of 16 channels",
             "overlap_halo": "an exchange is finished before the layer computes",
@@ -190,6 +197,14 @@ def machine_of(found: Measured, ranks: int, *, name: str = "local") -> Machine:
         overlap_halo=0.0,
         overlap_sums=found.hidden,
         fit_errors=errors,
+    )
+
+
+def conditions(spread: str) -> str:
+    """Return what rates of a machine depend on, that they may be used again."""
+    return (
+        f"tilewise {version('tilewise')}, torch {torch.__version__}, {machine_name()}, "
+        f"hosts {spread}"
     )
 
 

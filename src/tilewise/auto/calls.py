@@ -1,13 +1,14 @@
 """Time the calls of a model under their splits, on the ranks that are to train it.
 
-Each call runs as in a step, with its own messages, and all ranks at once. What was measured is kept
-on disk for the next time.
+Each call runs as in a step, with its own messages, and all ranks at once, under the caller's
+autocast. What was measured is kept on disk for the next time.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Generator, Mapping, Sequence
+from importlib.metadata import version
 from math import inf, isfinite
 from pathlib import Path
 from statistics import median
@@ -16,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.auto.tell import slowest
+from tilewise.auto.tell import hosts, slowest
 from tilewise.comm import Chain, Mesh
 from tilewise.errors import CommError, MismatchError
 from tilewise.graph.graph import Value
+from tilewise.graph.runs import no_autocast
 from tilewise.ops.kept import folder, load, machine_name, store
 from tilewise.ops.operation import Bound
 from tilewise.ops.tune import settle
@@ -38,9 +40,14 @@ def cache_file(mesh: Mesh, backend: str) -> Path:
     return folder() / f"calls-{mesh.size}-{backend}.json"
 
 
-def head(device: torch.device) -> str:
-    """Return what all times of this process depend on."""
-    return f"{machine_name()} torch {torch.__version__} {torch.get_num_threads()} threads {device}"
+def head(mesh: Mesh, device: torch.device) -> str:
+    """Return what all times of this process depend on; all ranks ask together."""
+    casts = torch.is_autocast_enabled(device.type)
+    dtype = str(torch.get_autocast_dtype(device.type)) if casts else "no autocast"
+    return (
+        f"tilewise {version('tilewise')} {machine_name()} torch {torch.__version__} "
+        f"{torch.get_num_threads()} threads hosts {hosts(mesh)} {dtype} {device}"
+    )
 
 
 def worth_measuring(calls: Sequence[SplitCall]) -> list[SplitCall]:
@@ -60,10 +67,10 @@ def time_calls(
 ) -> Generator[tuple[int, int], None, tuple[CallTime, ...]]:
     """Return the times of all calls, known or measured now; yields how many of how many are done.
 
-    Communication: the calls' own, and one sum to agree on what is known.
+    Communication: the calls' own, where the ranks are, and one sum to agree on what is known.
     """
     path = cache_file(mesh, backend)
-    measured_on = head(device)
+    measured_on = head(mesh, device)
     kept = load(path)
     known = [kept.get(f"{measured_on} {one.key}") for one in calls]
     everywhere = mesh.total([float(one is not None) for one in known] or [0.0], layer="auto")
@@ -176,7 +183,8 @@ def _once(
         return middle - start, 0.0
     seeds = [out.detach() for out in outs]
     begin = time.perf_counter()
-    torch.autograd.grad(outs, tracked, seeds, allow_unused=True)
+    with no_autocast():
+        torch.autograd.grad(outs, tracked, seeds, allow_unused=True)
     settle(leaves[0])
     return middle - start, time.perf_counter() - begin
 

@@ -2,7 +2,8 @@
 
 What is predicted from single calls does not know how ranks that wait for each other share their
 cores and memory in a whole step. So a few plans that come close to the best prediction each run
-some steps, and the fastest one is taken. It is kept on disk for the next time.
+some steps, under the caller's autocast, and the fastest one is taken. It is kept on disk for the
+next time.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tilewise.auto.tell import slowest, tell
 from tilewise.comm import Mesh
 from tilewise.graph.captured import Graph
 from tilewise.graph.parallel import ParallelModel
+from tilewise.graph.runs import no_autocast
 from tilewise.layout import Degrees
 from tilewise.ops.kept import folder, load, store
 from tilewise.plan import Plan
@@ -72,7 +74,7 @@ def fastest(
 ) -> Generator[str, None, Plan]:
     """Return the plan whose steps are the fastest, known or measured now; yields what runs."""
     path = _kept_in(mesh, backend)
-    key = f"{head(device)} {_digest(model, graph, plans)}"
+    key = f"{head(mesh, device)} {_digest(model, graph, plans)}"
     known = tell(mesh, str(load(path).get(key, "")) if mesh.rank == 0 else None)
     if known:
         return plans[int(known)]
@@ -139,7 +141,8 @@ def _step(
         outputs = [
             one for one in tree_leaves(call(*slabs)) if isinstance(one, Tensor) and one.grad_fn
         ]
-        torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
+        with no_autocast():
+            torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
         if optimizer is not None:
             optimizer.step()
 

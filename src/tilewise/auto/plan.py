@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tilewise.auto.calibrate import Measured, calibrate, machine_of
+from tilewise.auto.calibrate import CONDITIONS, Measured, calibrate, conditions, machine_of
 from tilewise.auto.calls import time_calls, worth_measuring
 from tilewise.auto.finals import fastest, finalists
-from tilewise.auto.tell import tell, told
+from tilewise.auto.tell import hosts, tell, told
 from tilewise.comm import Mesh
 from tilewise.comm.pool import exhausted
 from tilewise.errors import PlanError
 from tilewise.graph.captured import Graph, as_tuple, capture
 from tilewise.graph.labels import labels
 from tilewise.graph.parallel import ParallelModel, PlanLike, as_plan
-from tilewise.ops.kept import folder, machine_name, store
+from tilewise.graph.runs import no_autocast
+from tilewise.ops.kept import folder, store
 from tilewise.plan import Plan
 from tilewise.planner.cost import Setting
 from tilewise.planner.formulate import formulate
@@ -78,20 +80,24 @@ def read_plan(
     *,
     memory: str | int | None = None,
     model: nn.Module | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Read a plan in any of the forms that `parallelize` takes, `auto` among them.
 
-    An `auto` plan for training needs the model: the best ones by prediction are tried on it.
+    An `auto` plan for training needs the model: the best ones by prediction are tried on it, under
+    the caller's autocast. `options` are a plan's beside its degrees, and what is tried has them.
     """
+    options = options or {}
     if plan != AUTO:
         if memory is not None:
             raise PlanError("plan: memory limits an 'auto' plan only; leave it out")
-        return as_plan(graph, plan)
+        return replace(as_plan(graph, plan), **options)
     if mesh.size == 1:
-        return Plan.uniform(graph, "1")
+        return Plan.uniform(graph, "1", **options)
     with torch.random.fork_rng():  # what is drawn depends on what was measured before
+        searching = auto_plan(graph, mesh, memory=memory, model=model, options=options)
         chosen: Plan
-        chosen, _ = exhausted(auto_plan(graph, mesh, memory=memory, model=model), lambda _: None)
+        chosen, _ = exhausted(searching, lambda _: None)
         return chosen
 
 
@@ -102,6 +108,7 @@ def auto_plan(
     memory: str | int | None = None,
     optimizer: str = "adam",
     model: nn.Module | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Generator[str, None, tuple[Plan, Found | None]]:
     """Search, and try the best plans on the model; returns the plan, and on rank 0 what was found.
 
@@ -114,7 +121,8 @@ def auto_plan(
         assert found is not None
         return json.dumps([one.to_json() for one in finalists(found)])
 
-    plans = [Plan.from_json(text) for text in json.loads(told(mesh, listed))]
+    texts = json.loads(told(mesh, listed))
+    plans = [replace(Plan.from_json(text), **(options or {})) for text in texts]
     if model is None or on_meta(model) or len(plans) == 1:
         return plans[0], found
     chosen = yield from fastest(mesh, model, graph, plans, device, _backend())
@@ -175,22 +183,28 @@ def auto_search(
 def local_machine(mesh: Mesh, backend: str) -> Generator[str, None, Machine]:
     """Return this machine's rates with so many ranks, measured if they are not known yet."""
     path = local_path(mesh.size, backend)
+    spread = hosts(mesh)
     known: str | None = None
     if mesh.rank == 0:
         known = ""
         if path.is_file():
             try:
                 machine = load_machine(path)
-                known = machine.to_json() if fits_here(machine) else ""
+                known = machine.to_json() if fits_here(machine, spread) else ""
             except MachineError:
                 known = ""
     text = tell(mesh, known)
     if text:
         return Machine.from_json(text)
     found = Measured()
-    for name, _ in calibrate(found, lambda function, *args: function(mesh, *args)):
+
+    def run(function: Callable[..., Any], *args: Any) -> Any:
+        with no_autocast():
+            return function(mesh, *args)
+
+    for name, _ in calibrate(found, run):
         yield name
-    machine = machine_of(found, mesh.size)
+    machine = machine_of(found, mesh.size, spread=spread)
     text = tell(mesh, machine.to_json() if mesh.rank == 0 else None)
     if mesh.rank == 0:
         keep(machine, mesh.size, backend)
@@ -207,10 +221,9 @@ def keep(machine: Machine, ranks: int, backend: str) -> None:
     store(local_path(ranks, backend), machine.model_dump(mode="json"))
 
 
-def fits_here(machine: Machine) -> bool:
-    """Whether a kept machine was measured on this kind of processor with this torch."""
-    said = machine.sources.get("all rates", "")
-    return machine_name() in said and torch.__version__ in said
+def fits_here(machine: Machine, spread: str) -> bool:
+    """Whether a kept machine was measured on such processors and hosts with these versions."""
+    return machine.sources.get(CONDITIONS) == conditions(spread)
 
 
 def device_of(model: nn.Module | None) -> torch.device:

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
+from hashlib import sha256
+from itertools import groupby
 
 import torch
+from torch import Tensor
 
 from tilewise.comm import Exchange, Mesh
 from tilewise.errors import PlanError
 from tilewise.layout import Axis, Layout
 
 
-def slowest(mesh: Mesh, numbers: list[float]) -> list[float]:
-    """Return the largest of each number over all ranks."""
+def everyone(mesh: Mesh, numbers: list[float]) -> Tensor:
+    """Return each rank's numbers, a row each."""
     mine = torch.tensor([numbers], dtype=torch.float64)
     split = Layout((mesh.size, len(numbers)), [Axis(mesh.size, 0)])
     whole = Layout.replicated((mesh.size, len(numbers)), ranks=mesh.size)
-    everyone = Exchange(mesh, split, whole, layer="times").start(mine).finish()
-    return [float(value) for value in everyone.max(0).values]
+    return Exchange(mesh, split, whole, layer="times").start(mine).finish()
+
+
+def slowest(mesh: Mesh, numbers: list[float]) -> list[float]:
+    """Return the largest of each number over all ranks."""
+    return [float(value) for value in everyone(mesh, numbers).max(0).values]
+
+
+def hosts(mesh: Mesh) -> str:
+    """Say how the ranks are spread over hosts, numbered as they come: `0×4 1×4`."""
+    digest = sha256(platform.node().encode()).digest()
+    name = float(int.from_bytes(digest[:6], "big"))  # exact in a float64
+    names = everyone(mesh, [name])[:, 0].tolist()
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    runs = [(numbers[name], len(list(some))) for name, some in groupby(names)]
+    return " ".join(f"{number}×{ranks}" for number, ranks in runs)
 
 
 def tell(mesh: Mesh, text: str | None) -> str:

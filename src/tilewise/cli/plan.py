@@ -48,6 +48,9 @@ def plan(
         list[str] | None, typer.Option(help="fix a layer, as 'conv1=n64 d8'; repeats")
     ] = None,
     arg: Annotated[list[str] | None, typer.Option(help="key=value for the model; repeats")] = None,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="layers may be computed again to spare memory")
+    ] = False,
     pareto: Annotated[bool, typer.Option("--pareto", help="show time against memory")] = False,
     explain: Annotated[str | None, typer.Option(help="a layer: price all ways to split it")] = None,
     sensitivity: Annotated[
@@ -82,6 +85,7 @@ def plan(
                 optimizer=optimizer,
                 dtype=dtype,
                 pins=dict(_pinned(text) for text in pin or ()),
+                recompute=recompute,
                 time_limit=time_limit,
             )
             extra = _extras(found, pareto, explain, other)
@@ -149,6 +153,7 @@ def _plain(extra: dict[str, Any]) -> dict[str, Any]:
             "alternatives": [
                 {
                     "degrees": str(one.degrees),
+                    "recompute": one.recompute,
                     "step_seconds": one.step_seconds if one.step_seconds < 1e300 else None,
                     "exact": one.exact,
                     "chosen": one.chosen,

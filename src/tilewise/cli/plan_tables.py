@@ -9,6 +9,7 @@ from math import isfinite
 from rich.console import Console
 from rich.table import Table
 
+from tilewise.layout import Degrees
 from tilewise.plan import Plan
 from tilewise.planner.explain import Alternative
 from tilewise.planner.rows import Row
@@ -51,10 +52,10 @@ def show_plan(found: Found, console: Console) -> None:
     table = Table(title=f"plan for {found.devices} devices of {found.machine.name}, milliseconds")
     for name in ("layers", "degrees", *KINDS, "sent"):
         table.add_column(name, justify="left" if name in ("layers", "degrees") else "right")
-    for degrees, group in groupby(found.rows, key=lambda row: row.degrees):
+    for way, group in groupby(found.rows, key=lambda row: _way(row.degrees, row.recompute)):
         stretch = list(group)
         table.add_row(
-            _named(stretch), degrees, *_times(stretch), size(sum(row.bytes for row in stretch))
+            _named(stretch), way, *_times(stretch), size(sum(row.bytes for row in stretch))
         )
     table.add_section()
     total = size(sum(row.bytes for row in found.rows))
@@ -125,7 +126,7 @@ def show_alternatives(
     for one in alternatives[:MOST_ALTERNATIVES]:
         bound = "" if one.exact else "≥ "
         table.add_row(
-            f"{one.degrees} *" if one.chosen else str(one.degrees),
+            _way(one.degrees, one.recompute) + " *" * one.chosen,
             bound + milliseconds(one.step_seconds),
             f"{one.step_seconds / found.step_seconds - 1:+.1%}",
             *(milliseconds(getattr(one, f"{kind}_s")) for kind in KINDS),
@@ -169,6 +170,11 @@ def show_difference(found: Found, other: Plan, priced: Priced, console: Console)
         f"({priced.step_seconds / found.step_seconds:.2f} of this one's), memory "
         f"{size(priced.peak_bytes)}, {'fits' if priced.fits else 'does not fit'}"
     )
+
+
+def _way(degrees: Degrees | str, recompute: bool) -> str:
+    """Return how a layer is split, and whether it is computed again in backward."""
+    return f"{degrees}, again" if recompute else str(degrees)
 
 
 def _how_near(gap: float) -> str:

@@ -75,7 +75,7 @@ class Runs:
         which = (key(examples), key(targets), tuple(modes.values()))
         if which not in self._runs:
             # The caller's own modes must not get into a program that later passes share.
-            with torch.inference_mode(False), torch.enable_grad(), _no_autocast():
+            with torch.inference_mode(False), torch.enable_grad(), no_autocast():
                 program = self.graph.program(modes, examples, targets)
                 planned = plan_program(
                     program, self.plan, ranks=self.mesh.size, rank=self.mesh.rank, draws=self.draws
@@ -180,7 +180,8 @@ class Runs:
 
 
 @contextmanager
-def _no_autocast() -> Iterator[None]:
+def no_autocast() -> Iterator[None]:
+    """Compute in the tensors' own dtypes, whatever the caller's autocast says."""
     with ExitStack() as stack:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):

@@ -52,7 +52,8 @@ class Plan:
     Args:
         layers: degrees by layer name.
         notes: what was reduced and why.
-        recompute: names or patterns of layers whose activations are computed again in backward.
+        recompute: names or patterns of layers whose activations are computed again in backward;
+            one entry may hold several, separated by spaces.
         statistics: what batch norm averages over: `global`, `spatial` or `local`.
         io_channels: whether the network's inputs and outputs are cut along channels too.
     """
@@ -126,11 +127,11 @@ class Plan:
                 )
 
     def recomputes(self, name: str) -> str | None:
-        """Return the first pattern by which the layer is computed again in backward, if any.
+        """Return the first entry by which the layer is computed again in backward, if any.
 
-        Neighbouring layers of one pattern are computed again together.
+        Neighbouring layers of one entry are computed again together.
         """
-        return next((p for p in self.recompute if name == p or fnmatchcase(name, p)), None)
+        return next((entry for entry in self.recompute if _names(entry, name)), None)
 
     def to_json(self) -> str:
         """Return the plan as JSON text with a format version."""
@@ -181,6 +182,11 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join(f"{name}: {degrees}" for name, degrees in self.layers.items()) or "1"
+
+
+def _names(entry: str, name: str) -> bool:
+    """Whether an entry of `recompute` names a layer."""
+    return any(name == p or fnmatchcase(name, p) for p in (entry, *entry.split()))
 
 
 def _fit(layer: Layer, wanted: Degrees) -> tuple[Degrees, list[str]]:

@@ -18,6 +18,7 @@ from tilewise.plan import Layer
 from tilewise.plan.plan import WORDS
 
 LETTERS = "ndhwcf"
+Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
 
 
@@ -31,11 +32,15 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The degrees of one layer to choose from: one row each, in the order of LETTERS."""
+    """The degrees of one layer to choose from: one row each, in the order of LETTERS.
+
+    Those of which `again` is set compute the layer's stretch again in backward.
+    """
 
     layer: Layer
     devices: int
     table: Ints
+    again: Bools
 
     def __len__(self) -> int:
         return len(self.table)
@@ -48,12 +53,12 @@ class Candidates:
         """Return the degree of one letter of every candidate."""
         return self.table[:, LETTERS.index(letter)]
 
-    def index(self, degrees: Degrees) -> int:
+    def index(self, degrees: Degrees, *, again: bool = False) -> int:
         """Return where degrees stand; c and f may be exchanged where only their product counts."""
         if "cf" in self.layer.extents:
             degrees = degrees.with_(c=degrees.c * degrees.f, f=1)
         row = [value for _, value in degrees.items()]
-        found = np.flatnonzero((self.table == row).all(1))
+        found = np.flatnonzero((self.table == row).all(1) & (self.again == again))
         if not len(found):
             reason = why_not(self.layer, degrees, self.devices) or "it was left out"
             raise PlanError(f"plan: {self.layer.name} cannot be split '{degrees}': {reason}")
@@ -77,9 +82,15 @@ class Candidates:
         if joint is not None:
             fitted[:, 4] *= fitted[:, 5]
             fitted[:, 5] = 1
-        known = {tuple(row): index for index, row in enumerate(self.table.tolist())}
+        known = {tuple(row): index for index, row in enumerate(self.table[~self.again].tolist())}
         first = next(iter(known.values()))  # a pinned layer has one candidate only
         return np.array([known.get(tuple(row), first) for row in fitted.tolist()], np.int64)
+
+    def twice(self) -> Candidates:
+        """Return all candidates, and behind them the same to be computed again in backward."""
+        table = np.concatenate((self.table, self.table))
+        again = np.arange(len(table)) >= len(self)
+        return Candidates(self.layer, self.devices, table, again)
 
     def dropped(self) -> Iterator[Dropped]:
         """Yield all degrees whose product divides the devices and that are not candidates."""
@@ -98,10 +109,10 @@ def candidates(layer: Layer, devices: int, *, pin: Degrees | None = None) -> Can
     if "cf" in layer.extents:
         # such a layer's channels are cut into c·f parts whichever of the two cuts them
         table = table[(table[:, 5] == 1) & (table[:, 4] <= layer.extents["cf"])]
-    found = Candidates(layer, devices, table)
+    found = Candidates(layer, devices, table, np.zeros(len(table), bool))
     if pin is None:
         return found
-    return Candidates(layer, devices, table[[found.index(pin)]])
+    return Candidates(layer, devices, table[[found.index(pin)]], np.zeros(1, bool))
 
 
 def why_not(layer: Layer, degrees: Degrees, devices: int) -> str | None:

@@ -55,10 +55,13 @@ VIEWS = {
 class NodeCost:
     """Seconds and bytes of one call for every candidate of the layer that decides its split.
 
-    Bytes are those of the fullest rank: `saved` for the call's own backward, `later` of results
-    that only calls after it save, `burst` while its backward runs, of which `workspace` is there
-    forward too, `block` of its parameters, and `copy` of what is made of them while gradients are
-    summed and the optimizer runs.
+    Bytes are those of the fullest rank: `given` of the network's inputs, `saved` for the call's own
+    backward, `later` of results that only calls after it save, `burst` while its backward runs, of
+    which `workspace` is there forward too, `block` of its parameters, and `copy` of what is made of
+    them while gradients are summed and the optimizer runs.
+
+    `again` is 1 where the call's stretch is computed again in backward: then saved and later bytes
+    are there only meanwhile, and `left` are those that stay.
     """
 
     compute_forward: Floats
@@ -69,12 +72,15 @@ class NodeCost:
     exchange_backward: Floats
     sync: Floats
     optimizer: Floats
+    given_bytes: Floats
     saved_bytes: Floats
     later_bytes: Floats
     burst_bytes: Floats
     workspace_bytes: Floats
     block_bytes: Floats
     copy_bytes: Floats
+    again: Floats
+    left_bytes: Floats
 
     @classmethod
     def zero(cls, count: int) -> NodeCost:
@@ -86,9 +92,21 @@ class NodeCost:
         return self.compute_forward + halo + self.exchange_forward
 
     def backward(self, overlap: float) -> Floats:
-        """Seconds backward, gradient sums left out."""
+        """Seconds backward, gradient sums left out; with forward, where that is run again."""
         halo = bare(self.halo_backward, self.compute_backward, overlap)
-        return self.compute_backward + halo + self.exchange_backward
+        again = self.again * self.forward(overlap)
+        return self.compute_backward + halo + self.exchange_backward + again
+
+    @property
+    def held_bytes(self) -> Floats:
+        """Bytes kept from forward to backward."""
+        kept = np.where(self.again > 0, self.left_bytes, self.saved_bytes + self.later_bytes)
+        return self.given_bytes + kept
+
+    @property
+    def inner_bytes(self) -> Floats:
+        """Bytes kept only while the call's stretch is computed again and its backward runs."""
+        return self.again * (self.saved_bytes + self.later_bytes)
 
     def take(self, rows: Ints | int) -> NodeCost:
         """Return the cost of some candidates."""
@@ -207,8 +225,9 @@ def _add_compute(
     )
     back = any(value in grads for _, value in moving)
     forward, backward = _workspace(form, setting, brought, given)
-    cost.workspace_bytes += forward
-    cost.burst_bytes += given + brought * back + backward
+    joined = np.where(form.rim(), brought, 0.0)
+    cost.workspace_bytes += forward + joined
+    cost.burst_bytes += given + brought * back + backward + joined
     if not node.flops:
         cost.compute_forward += memory_s(machine, brought + given)
         cost.compute_backward += back * memory_s(machine, brought + given)

@@ -138,10 +138,11 @@ def _ways(found: Formulation, variable: int, chosen: int, one: Prices) -> list[d
     kept = order[:MOST_WAYS]
     if chosen not in kept:
         kept = [chosen, *kept[:-1]]
-    degrees = found.choices.candidates[variable].degrees
+    some = found.choices.candidates[variable]
     return [
         {
-            "degrees": str(degrees(index)),
+            "degrees": str(some.degrees(index)),
+            "recompute": bool(some.again[index]),
             "step_seconds": _finite(one.seconds[index]),
             "found_seconds": _finite(one.found[index]),
             "exact": bool(one.exact[index]),
@@ -168,18 +169,20 @@ def step(found: Formulation, choice: Sequence[int]) -> list[dict[str, Any]]:
         moved = moves.get(name, ())
         forward = float(sum(one.forward[0, 0] for one in moved) + cost.exchange_forward[0])
         backward = float(sum(one.backward[0, 0] for one in moved) + cost.exchange_backward[0])
+        halo = bare(cost.halo_forward, cost.compute_forward, overlap)
+        halo_back = bare(cost.halo_backward, cost.compute_backward, overlap)
         rows.append(
             {
                 "name": name,
                 "forward_s": [
                     float(cost.compute_forward[0]),
-                    float(bare(cost.halo_forward, cost.compute_forward, overlap)[0]),
+                    float(halo[0]),
                     forward,
                 ],
                 "backward_s": [
-                    float(cost.compute_backward[0]),
-                    float(bare(cost.halo_backward, cost.compute_backward, overlap)[0]),
-                    backward,
+                    float((cost.compute_backward + cost.again * cost.compute_forward)[0]),
+                    float((halo_back + cost.again * halo)[0]),
+                    backward + float((cost.again * cost.exchange_forward)[0]),
                 ],
                 "sync_s": float(cost.sync[0]),
                 "optimizer_s": float(cost.optimizer[0]),

@@ -20,6 +20,7 @@ class Alternative:
 
     Args:
         degrees: the way.
+        recompute: whether its activations are computed again in backward.
         step_seconds: the best step with it when all other layers re-optimise; a lower bound
             where not `exact`; infinite where no plan with it fits.
         exact: whether that is proven.
@@ -31,6 +32,7 @@ class Alternative:
     """
 
     degrees: Degrees
+    recompute: bool
     step_seconds: float
     exact: bool
     chosen: bool
@@ -74,14 +76,15 @@ def alternatives(
         out.append(
             Alternative(
                 some.degrees(index),
+                bool(some.again[index]),
                 float(prices.seconds[index]),
                 bool(prices.exact[index]),
                 index == choice[variable],
-                _total(costs, "compute_forward", "compute_backward", "optimizer"),
-                _total(costs, "halo_forward", "halo_backward"),
-                _total(costs, "exchange_forward", "exchange_backward"),
+                _again(costs, "compute_forward") + _total(costs, "compute_backward", "optimizer"),
+                _again(costs, "halo_forward") + _total(costs, "halo_backward"),
+                _again(costs, "exchange_forward") + _total(costs, "exchange_backward"),
                 _total(costs, "sync"),
-                int(_total(costs, "saved_bytes", "later_bytes")),
+                int(_total(costs, "held_bytes")),
                 float(prices.alone[index]),
                 int(prices.alone_bytes[index]),
             )
@@ -91,6 +94,10 @@ def alternatives(
 
 def _total(costs: Sequence[NodeCost], *names: str) -> float:
     return float(sum(getattr(cost, name)[0] for cost in costs for name in names))
+
+
+def _again(costs: Sequence[NodeCost], name: str) -> float:
+    return float(sum(getattr(cost, name)[0] * (1 + cost.again[0]) for cost in costs))
 
 
 def variable_of(found: Formulation, layer: str) -> int:

@@ -117,12 +117,16 @@ class Answer:
 
 @dataclass(frozen=True)
 class Swap:
-    """An exchange of all candidates: elements, and messages, of the fullest rank and of all."""
+    """An exchange of all candidates: elements, and messages, of the fullest rank and of all.
+
+    `all_own` is the share of the tensor that all ranks together have of what they want.
+    """
 
     wanted: Floats
     own: Floats
     parts: Mapping[str, Floats]
     total: Floats
+    all_own: Floats
 
     @property
     def received(self) -> Floats:
@@ -136,7 +140,9 @@ class Form:
         self, node: Node, labels: Mapping[Value, str], table: Ints, devices: int, known: Known
     ) -> None:
         self.node, self.labels, self.table, self.devices = node, labels, table, devices
-        self.operands: Sequence[Value] = lower_alone(node, labels, Degrees()).operands
+        alone = lower_alone(node, labels, Degrees())
+        self.operands: Sequence[Value] = alone.operands
+        self.fused = alone.operation.fused
         self.answers: dict[str, list[Answer]] = {}
         self.at: dict[str, Ints] = {}
         self.known = known.setdefault(signature(node, labels), {})
@@ -204,7 +210,20 @@ class Form:
             product["own"] * elements,
             columns["parts"],
             np.rint((product["all_wanted"] - product["all_own"]) * elements * replicas),
+            product["all_own"],
         )
+
+    def rim(self) -> NDArray[np.bool_]:
+        """Return where a fused call receives what surrounds its slab of the first operand.
+
+        Then it keeps the slab as it lies and the rim apart, and puts them together twice: to run
+        forward, and for the gradient of the weight.
+        """
+        if not self.fused:
+            return np.zeros(len(self.table), bool)
+        found = self.swap("bring", 0, 1)
+        # none where a rank does not need all of its own slab: windows that step over rows
+        return (found.received > 0) & np.isclose(found.all_own, 1.0)
 
     def roles(self, index: int) -> dict[str, int]:
         """Return the dim of an operand that each letter cuts; PARTIAL or REPLICA where none."""

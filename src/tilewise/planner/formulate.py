@@ -33,6 +33,7 @@ from tilewise.planner.memory import keeps
 from tilewise.planner.payload import differentiable
 from tilewise.planner.places import (
     Choices,
+    Place,
     choices,
     chooses,
     first_reader,
@@ -42,7 +43,9 @@ from tilewise.planner.places import (
 )
 from tilewise.planner.price import bill_s
 from tilewise.planner.solve import Consumer, Moves, Problem, Tie, Transfer, Variable
+from tilewise.planner.stretches import named, stretches
 
+Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -65,7 +68,7 @@ class Reader:
     variable: int
     wants: Layouts
     keeps: bool
-    halo: NDArray[np.bool_]
+    halo: Bools
 
 
 @dataclass
@@ -88,8 +91,12 @@ class Formulation:
 
     def plan(self, choice: tuple[int, ...]) -> Plan:
         """Return chosen candidates as a plan."""
-        found = zip(self.names, self.choices.candidates, choice, strict=True)
-        return Plan({name: some.degrees(index) for name, some, index in found})
+        found = list(zip(self.names, self.choices.candidates, choice, strict=True))
+        again = [some.again[index] for _, some, index in found]
+        return Plan(
+            {name: some.degrees(index) for name, some, index in found},
+            recompute=tuple(named(s) for s, yes in zip(self.choices.stretches, again) if yes),
+        )
 
     def nearest(self, degrees: Degrees) -> tuple[int, ...]:
         """Return the candidates that come nearest to the same degrees for all layers."""
@@ -98,10 +105,20 @@ class Formulation:
 
     def choice(self, plan: Plan) -> tuple[int, ...]:
         """Return the candidates that a plan's degrees are."""
+        found = zip(self.names, self.choices.candidates, self.again(plan), strict=True)
         return tuple(
-            some.index(plan.layers.get(name, Degrees()))
-            for name, some in zip(self.names, self.choices.candidates, strict=True)
+            some.index(plan.layers.get(name, Degrees()), again=again) for name, some, again in found
         )
+
+    def again(self, plan: Plan) -> list[bool]:
+        """Return the layers whose stretches a plan computes again, as far as they may be here.
+
+        Other patterns of a plan are not priced.
+        """
+        return [
+            bool(some.again.any()) and named(stretch) in plan.recompute
+            for some, stretch in zip(self.choices.candidates, self.choices.stretches, strict=True)
+        ]
 
 
 def formulate(
@@ -109,18 +126,24 @@ def formulate(
     setting: Setting,
     *,
     pins: Mapping[str, Degrees] | None = None,
+    recompute: bool = False,
     with_calls: bool = False,
 ) -> Formulation:
     """Price all candidates of all layers, and all moves between them.
 
+    With `recompute` a layer and those behind it may also be computed again in backward.
     `with_calls` also lists all calls under all their splits, to be measured.
     """
-    named = labels(graph.training)
+    texts = labels(graph.training)
     setting = replace(setting, bucket_bytes=min(BUCKET_BYTES, _parameter_bytes(graph, setting)))
-    found = Formulation(graph, setting, choices(graph, named, setting.devices, pins or {}))
-    if not found.names:
+    some = choices(graph, texts, setting.devices, pins or {})
+    if not some.names:
         raise PlanError("plan: the model has no layer with weights or windows to split")
-    _Walk(found, named, with_calls).run()
+    some.stretches = stretches(some) if recompute else [()] * len(some.names)
+    both = zip(some.candidates, some.stretches, strict=True)
+    some.candidates = [one.twice() if stretch else one for one, stretch in both]
+    found = Formulation(graph, setting, some)
+    _Walk(found, texts, with_calls).run()
     found.problem = _problem(found)
     return found
 
@@ -135,6 +158,7 @@ class _Walk:
         self.grads = differentiable(self.choices.program)
         self.known: Known = {}
         self.kept: set[Value] = set()
+        self.outside: set[Value] = set()
 
     def run(self) -> None:
         program = self.choices.program
@@ -171,13 +195,16 @@ class _Walk:
             wants = Layouts.of_degrees(
                 value.shape, self.setting.devices, some.table, form.roles(index)
             )
-            halo = form.swap("bring", index, prod(value.shape)).received > 0
-            copy = form.share("need", index) * prod(value.shape) * self.setting.size(value)
+            swap = form.swap("bring", index, prod(value.shape))
+            rim = form.rim() if index == 0 else np.zeros(len(some), bool)
+            halo = (swap.received > 0) & ~rim
+            copy = form.share("need", index) * prod(value.shape)
             self._read(node, variable, value, wants, halo)
             held = keeps(node, split=bool(halo.any()))
             if held.operands:
-                # a copy with neighbours' rows; whether the operand itself stays, see _hold
-                cost.saved_bytes += np.where(halo, copy, 0.0)
+                # a copy with neighbours' rows, or those apart; whether the operand stays, see _hold
+                copy = np.where(halo, copy, np.where(rim, swap.received, 0.0))
+                cost.saved_bytes += copy * self.setting.size(value)
         for out in node.outs:
             text = self.named[out]
             place = place_of(out, variable, some, text, self.setting.devices)
@@ -213,7 +240,7 @@ class _Walk:
                 self._read(node, place.owner, value, wants, np.zeros(len(table), bool))
         self.places.update(zip(node.outs, found.places, strict=True))
         if pinned is None and keeps(node).operands:
-            self.kept.add(operand)
+            self._keep(operand, node)
         self._note_results(node)
 
     @property
@@ -243,13 +270,19 @@ class _Walk:
         if keeps(node).results:
             self.kept.update(node.outs)
 
+    def _keep(self, value: Value, node: Node) -> None:
+        """Note that a call of a tensor's own variable keeps it, in their stretch or behind it."""
+        self.kept.add(value)
+        if node.name not in self.choices.stretches[self.choices.owner[node.name]]:
+            self.outside.add(value)
+
     def _read(
         self,
         node: Node,
         variable: int,
         value: Value,
         wants: Layouts,
-        halo: NDArray[np.bool_],
+        halo: Bools,
     ) -> None:
         """Note a reader of a tensor; one of the tensor's own variable pays for the move itself."""
         place = self.places[value]
@@ -259,7 +292,7 @@ class _Walk:
             self.found.readers.setdefault(value, []).append(reader)
             return
         if stays and not halo.all():
-            self.kept.add(value)
+            self._keep(value, node)
         targets, where = wants.distinct()
         costs = MoveCosts(value, place.layouts, targets, self.setting, value in self.grads)
         moves = costs.pairs(place.where, where)
@@ -287,32 +320,72 @@ class _Walk:
         """Charge what is kept to the variable under which it lies, each tensor once."""
         makers = self.choices.program.producers()
         first = next(iter(self.found.costs))
+        for name, cost in self.found.costs.items():
+            cost.again += self.choices.again(name)
+        gone: dict[Value, Bools] = {}
         for value, place in self.places.items():
             readers = self.found.readers.get(value, [])
             keepers = [reader for reader in readers if reader.keeps]
             size = place.local * self.setting.size(value)
+            maker = makers.get(value)
             if value.origin == "input" or value in self.kept or len(keepers) > 1:
-                maker = makers.get(value)
                 if maker is None:
-                    self.found.costs[self._charged(value, first)].saved_bytes += size
-                elif keeps(maker).results:
-                    self.found.costs[maker.name].saved_bytes += size
+                    self.found.costs[self._charged(value, first)].given_bytes += size
                 else:
-                    self.found.costs[maker.name].later_bytes += size
+                    cost = self.found.costs[maker.name]
+                    saved = cost.saved_bytes if keeps(maker).results else cost.later_bytes
+                    # what its stretch keeps, if that is computed again, is there only meanwhile
+                    saved += size if value in self.kept else np.where(cost.again > 0, 0.0, size)
+                    if value in self.outside or len(keepers) > 1:
+                        cost.left_bytes += cost.again * size
+                    else:
+                        gone[value] = cost.again > 0
                 self.kept.add(value)
             elif keepers:
                 # kept by this reader alone: as its copy with a halo, or else as it is
                 reader = keepers[0]
                 local = reader.wants.local() * self.setting.size(value)
-                held = self.found.costs[reader.node.name].saved_bytes
-                held += np.where(reader.halo, 0.0, local)
+                cost = self.found.costs[reader.node.name]
+                cost.saved_bytes += np.where(reader.halo | (cost.again > 0), 0.0, local)
+        self._hold_results()
         tables: Tables = {}
         for value, readers in self.found.readers.items():
             place = self.places[value]
-            copies = value in self.kept
+            kept = np.full(len(place.where), value in self.kept)
+            if value in gone:
+                kept &= ~gone[value]
+            again = [self.found.costs[reader.node.name].again > 0 for reader in readers]
             self.found.moves[value] = MoveCosts.shared(
-                value, place.layouts, readers, self.setting, value in self.grads, copies, tables
+                value, place, readers, self.setting, value in self.grads, kept, again, tables
             )
+
+    def _hold_results(self) -> None:
+        """Charge what stands beside a stretch while its backward runs.
+
+        That are its results, made again, and their gradients, which are all there from the start.
+        """
+        program = self.choices.program
+        readers: dict[Value, list[str]] = {}
+        for node in program.nodes:
+            for value in node.values():
+                readers.setdefault(value, []).append(node.name)
+        makers = program.producers()
+        for value, place in self.places.items():
+            maker = makers.get(value)
+            stretch = () if maker is None else self.choices.stretches[place.owner]
+            if maker is None or maker.name not in stretch:
+                continue
+            leaves = value in program.output_values
+            if not leaves and all(name in stretch for name in readers.get(value, ())):
+                continue
+            size = place.local * self.setting.size(value)
+            written = maker.in_place is not None and not keeps(maker, in_place=False).results
+            beside = 1.0 if written or value not in self.kept else 0.0
+            for name in stretch:
+                cost = self.found.costs.get(name)
+                if cost is not None:
+                    gradient = 0.0 if name == maker.name else 1.0
+                    cost.burst_bytes += cost.again * size * (beside + gradient)
 
     def _charged(self, value: Value, first: str) -> str:
         """Return the call that an input's bytes are charged to."""
@@ -327,7 +400,11 @@ Tables = dict[Any, tuple[Floats, Floats]]
 class MoveCosts:
     """What moves of one tensor cost, by rows of source and of target layouts.
 
-    `held` are the bytes that a moved copy keeps, for each target.
+    `held` are the bytes that a moved copy keeps, for each target. Of a tensor that several
+    variables read, labels tell more: a source's beyond its rows, that the tensor is not kept where
+    it was made, and a target's beyond its rows, that the reader is computed again, and so is the
+    move. Then the tensor itself is kept until backward, and `shared_bytes` of a moved copy
+    that several read: one of them makes it, the others keep what they read.
     """
 
     def __init__(
@@ -345,6 +422,9 @@ class MoveCosts:
         self.itemsize = setting.size(value)
         self.held = np.zeros(len(targets)) if held is None else held
         self.wants: list[Ints] = []
+        self.leaves: Ints = np.zeros(0, np.int64)
+        self.copies = False
+        self.shared_bytes = np.zeros(len(targets))
         even = sources.even() and targets.even()
         work = len(sources) * len(targets) * setting.devices * max(len(value.shape), 1)
         scattered = sources.index is not None or targets.index is not None
@@ -354,33 +434,56 @@ class MoveCosts:
     def shared(
         cls,
         value: Value,
-        sources: Layouts,
+        place: Place,
         readers: list[Reader],
         setting: Setting,
         grads: bool,
-        copies: bool,
+        kept: Bools,
+        again: list[Bools],
         tables: Tables,
     ) -> MoveCosts:
-        """Number what all readers want in one list; equal layouts have equal numbers."""
+        """Number what all readers want in one list; equal layouts have equal numbers.
+
+        `kept` tells for which of the source's candidates the tensor is kept where it was made,
+        `again` for which of each reader's candidates that one is computed again.
+        """
         targets, where = Layouts.joined([reader.wants for reader in readers]).distinct()
         held = np.zeros(len(targets))
         ends = np.cumsum([len(reader.wants) for reader in readers])
         wants = np.split(where, ends[:-1])
         local = targets.local() * setting.size(value)
+        copies = bool(kept.any())
         for reader, labels_ in zip(readers, wants, strict=True):
             if copies and reader.keeps:
                 plain = labels_[~reader.halo]
                 held[plain] = local[plain]
-        found = cls(value, sources, targets, setting, grads, held, tables)
-        found.wants = wants
+        found = cls(value, place.layouts, targets, setting, grads, held, tables)
+        found.copies = copies
+        several = np.sum([np.isin(np.arange(len(targets)), one) for one in wants], axis=0) > 1
+        found.shared_bytes = np.where(several, local, 0.0)
+        found.wants = [one + len(targets) * flag for one, flag in zip(wants, again, strict=True)]
+        found.leaves = place.where + len(place.layouts) * (copies & ~kept)
         return found
 
     def __call__(self, sources: Ints, targets: Ints) -> Moves:
         """Return tables of shape (sources, targets)."""
+        gone, rows = np.divmod(sources, len(self.sources))
+        again, columns = np.divmod(targets, len(self.targets))
         if len(self.sources) * len(self.targets) > WHOLE_TABLE:
-            return self._moves(sources, targets, paired=False)
-        forward, backward = (table[np.ix_(sources, targets)] for table in self._whole)
-        return Moves(forward, backward, self._held(forward, targets))
+            found = self._moves(rows, columns, paired=False)
+            forward, backward = found.forward, found.backward
+        else:
+            forward, backward = (table[np.ix_(rows, columns)] for table in self._whole)
+        if again.any():
+            backward = backward + again * forward
+        held = np.where((forward > 0) | (gone[:, None] > 0), self.held[columns], 0.0)
+        if again.any():
+            source = self.sources.local()[rows] * self.itemsize
+            kept = 0.0 if self.copies else source
+            source = np.where(gone > 0, source, kept)
+            moved_too = np.where(forward > 0, self.shared_bytes[columns], 0.0)
+            held = np.where(again > 0, source[:, None] + moved_too, held)
+        return Moves(forward, backward, held.astype(np.int64))
 
     @cached_property
     def _whole(self) -> tuple[Floats, Floats]:
@@ -409,12 +512,7 @@ class MoveCosts:
         if self.grads:
             back = summed_back(some, others, node, by_rank=self.by_rank, paired=paired)
             backward = bill_s(machine, back, self.itemsize)
-        held = np.zeros(forward.shape, np.int64) if paired else self._held(forward, targets)
-        return Moves(forward, backward, held)
-
-    def _held(self, forward: Floats, targets: Ints) -> Ints:
-        """Return the bytes of the copies that moves make and backward keeps."""
-        return np.where(forward > 0, self.held[targets][None], 0.0).astype(np.int64)
+        return Moves(forward, backward, np.zeros(forward.shape, np.int64))
 
 
 def _problem(found: Formulation) -> Problem:
@@ -427,10 +525,11 @@ def _problem(found: Formulation) -> Problem:
     variables = []
     for name, costs in zip(found.names, members, strict=True):
         burst = np.max([np.maximum(c.burst_bytes, c.copy_bytes) for c in costs], axis=0)
+        burst = burst + sum(c.inner_bytes for c in costs)
         sync = np.asarray(sum(cost.sync for cost in costs))
         burst = burst + np.where(sync > 0, bucket, 0.0)
         blocks = found.setting.blocks
-        held = sum(c.saved_bytes + c.later_bytes + blocks * c.block_bytes for c in costs)
+        held = sum(c.held_bytes + blocks * c.block_bytes for c in costs)
         variables.append(
             Variable.of(
                 name,
@@ -448,7 +547,7 @@ def _problem(found: Formulation) -> Problem:
             Consumer(reader.variable, wants)
             for reader, wants in zip(readers, moves.wants, strict=True)
         )
-        transfers.append(Transfer(value.name, place.owner, place.where, consumers, moves))
+        transfers.append(Transfer(value.name, place.owner, moves.leaves, consumers, moves))
     return Problem(tuple(variables), tuple(transfers), tuple(_ties(found)))
 
 

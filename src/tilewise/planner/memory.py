@@ -32,8 +32,11 @@ class Keeps:
     beside_bytes: int = 0
 
 
-def keeps(node: Node, *, split: bool = True) -> Keeps:
-    """Return what a call keeps; `split`, whether its windows reach into other ranks' slabs."""
+def keeps(node: Node, *, split: bool = True, in_place: bool = True) -> Keeps:
+    """Return what a call keeps; `split`, whether its windows reach into other ranks' slabs.
+
+    With `in_place` it is written over its operand where the model says so.
+    """
     kind = node.kind
     if node.no_grad:
         return Keeps()
@@ -48,6 +51,7 @@ def keeps(node: Node, *, split: bool = True) -> Keeps:
         return Keeps(beside_bytes=MASK_BYTES if training else 0)
     if kind == "cross_entropy_loss":
         return Keeps(operands=True)
-    if kind in RESULT or (kind in OPERAND and node.in_place is not None):
+    written = in_place and node.in_place is not None
+    if kind in RESULT or (kind in OPERAND and written):
         return Keeps(results=True)
     return Keeps(operands=kind in OPERAND)

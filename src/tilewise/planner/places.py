@@ -7,7 +7,7 @@ with candidates wants it, but for the channels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -57,6 +57,13 @@ class Choices:
     variable: dict[str, int] = field(default_factory=dict)
     owner: dict[str, int] = field(default_factory=dict)
     places: dict[Value, Place] = field(default_factory=dict)
+    stretches: list[tuple[str, ...]] = field(default_factory=list)
+
+    def again(self, name: str) -> NDArray[np.bool_]:
+        """Return for which candidates of its owner a call is computed again in backward."""
+        owner = self.owner[name]
+        flags = self.candidates[owner].again
+        return flags if name in self.stretches[owner] else np.zeros_like(flags)
 
 
 def chooses(node: Node, layer: Layer) -> bool:
@@ -118,7 +125,7 @@ def place_of(
     return Place(owner, layouts, where)
 
 
-def largest(node: Node, places: Mapping[Value, Place]) -> Value | None:
+def largest(node: Node, places: Collection[Value]) -> Value | None:
     """Return the largest operand that lies somewhere, the first on ties."""
     operands = [value for value in node.values() if value in places]
     return max(operands, key=lambda value: prod(value.shape), default=None)

@@ -19,7 +19,7 @@ class Row:
     """One layer: seconds of a step by kind, and the bytes that all ranks together send for it.
 
     `compute_s` includes the optimizer, `halo_s` is what does not hide behind compute. `sync_s`
-    hides behind the backward pass of all layers.
+    hides behind the backward pass of all layers. With `recompute` the layer runs forward twice.
     """
 
     name: str
@@ -30,6 +30,7 @@ class Row:
     exchange_s: float
     sync_s: float
     bytes: int
+    recompute: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -47,9 +48,10 @@ def rows(found: Formulation, choice: Sequence[int], payload: Payload) -> tuple[R
             continue  # every rank does it alike with what it holds: a counter, a weight's norm
         cost = found.costs[node.name].take(np.array([choice[owner]]))
         degrees = found.choices.candidates[owner].degrees(choice[owner])
-        compute = cost.compute_forward + cost.compute_backward
-        exchange = cost.exchange_forward + cost.exchange_backward
-        halo = bare(cost.halo_forward, cost.compute_forward, overlap)
+        runs = 1 + cost.again
+        compute = runs * cost.compute_forward + cost.compute_backward
+        exchange = runs * cost.exchange_forward + cost.exchange_backward
+        halo = runs * bare(cost.halo_forward, cost.compute_forward, overlap)
         halo = halo + bare(cost.halo_backward, cost.compute_backward, overlap)
         out.append(
             Row(
@@ -61,6 +63,7 @@ def rows(found: Formulation, choice: Sequence[int], payload: Payload) -> tuple[R
                 float(exchange[0]) + sum(_seconds(one) for one in moves.get(node.name, ())),
                 float(cost.sync[0]),
                 sent.get(node.name, 0),
+                bool(cost.again[0]),
             )
         )
     return tuple(out)
@@ -74,8 +77,8 @@ def chosen_moves(found: Formulation, choice: Sequence[int]) -> dict[str, list[Mo
     """Return the moves that bring tensors to each layer that is the first to want them so."""
     out: dict[str, list[Moves]] = {}
     for value, readers in found.readers.items():
-        place, moves = found.choices.places[value], found.moves[value]
-        source = place.where[[choice[place.owner]]]
+        moves = found.moves[value]
+        source = moves.leaves[[choice[found.choices.places[value].owner]]]
         seen: set[int] = set()
         for reader, wants in zip(readers, moves.wants, strict=True):
             label = int(wants[choice[reader.variable]])

@@ -200,6 +200,7 @@ def search(
     optimizer: str = "adam",
     dtype: str | torch.dtype = "float32",
     pins: Mapping[str, str | Degrees] | None = None,
+    recompute: bool = False,
     time_limit: float = 60.0,
 ) -> Found:
     """Find the fastest plan for a captured model.
@@ -213,6 +214,8 @@ def search(
         optimizer: `sgd`, `momentum`, `rmsprop`, `adam` or `adamw`: how much state it keeps.
         dtype: what the model is trained in.
         pins: degrees that single layers must have, by name or pattern.
+        recompute: whether layers may be computed again in backward, which takes time and spares
+            memory; the plan says which are.
         time_limit: seconds after which the best plan so far is returned with its gap.
     """
     if devices < 1:
@@ -226,7 +229,7 @@ def search(
     limit = where.memory_bytes - where.reserved_bytes if memory is None else parse_bytes(memory)
     pinned = Plan.of(graph, dict(pins or {}))
     pinned_layers = dict(pinned.layers)
-    found = formulate(graph, setting, pins=pinned_layers)
+    found = formulate(graph, setting, pins=pinned_layers, recompute=recompute)
     return Found(found, limit, time_limit, pinned_layers)
 
 

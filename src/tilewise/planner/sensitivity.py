@@ -51,7 +51,9 @@ def sensitivity(
     for rate in RATES:
         for share in SHARES:
             machine = scaled(found.setting.machine, rate, share)
-            other = formulate(found.graph, replace(found.setting, machine=machine), pins=pins)
+            setting = replace(found.setting, machine=machine)
+            again = any(found.choices.stretches)
+            other = formulate(found.graph, setting, pins=pins, recompute=again)
             best = solve(other.problem, cap, time_limit=share_of_time, hints=[choice])
             seconds = evaluate(other.problem, choice).seconds
             differs = sum(a != b for a, b in zip(choice, best.choice, strict=True))

@@ -9,6 +9,9 @@ their gradients are not there yet when it begins. Here each call is looked at in
                           keep + gradients from i on + burst of i, or after it a copy of the
                           small gradients of the bucket that is complete then
     optimizer             blocks and states + all gradients + temporaries of one parameter
+
+A stretch that is computed again keeps only what it reads. In its backward all that its calls save
+is there, up to the call that backward has come to.
 """
 
 from __future__ import annotations
@@ -52,30 +55,52 @@ def moments(found: Formulation, choice: Sequence[int]) -> Moments:
         for name, costs in chosen_moves(found, choice).items()
     }
     names = [node.name for node in found.choices.program.nodes if node.name in found.costs]
-    columns = np.zeros((7, len(names)))
+    columns = np.zeros((9, len(names)))
+    again = np.zeros(len(names), bool)
+    owners = np.array([found.choices.owner[name] for name in names])
     for index, name in enumerate(names):
         cost = found.costs[name].take(np.array([choice[found.choices.owner[name]]]))
         columns[:, index] = (
-            cost.saved_bytes[0] + copies.get(name, 0),
+            cost.saved_bytes[0],
             cost.later_bytes[0],
+            cost.left_bytes[0],
+            cost.given_bytes[0] + copies.get(name, 0),
             cost.burst_bytes[0],
             cost.workspace_bytes[0],
             cost.block_bytes[0],
             cost.copy_bytes[0],
             cost.block_bytes[0] * (cost.sync[0] > 0),
         )
-    saved, later, burst, workspace, block, copy, shared = columns
+        again[index] = cost.again[0] > 0
+    saved, later, left, moved, burst, workspace, block, copy, shared = columns
     bucket = _buckets(shared)
-    kept = np.cumsum(saved + later)
+    inner = saved + later
+    kept = np.cumsum(np.where(again, left, inner) + moved)
     gradients = np.cumsum(block[::-1])[::-1]
-    backward = kept - later + gradients
+    backward = kept - np.where(again, left, later) + gradients
+    for stretch in _together(owners, again):
+        # results that later calls keep are gone when backward comes to the stretch
+        before = kept[stretch.stop - 1] - left[stretch].sum()
+        here = np.cumsum(inner[stretch]) - later[stretch]
+        backward[stretch] = before + here + gradients[stretch]
     always = block.sum() * (found.setting.blocks - 1)
     return Moments(
         tuple(names),
-        always + kept + workspace,
+        always + kept + np.where(again, inner, 0.0) + workspace,
         always + backward + np.maximum(burst, bucket),
         always + block.sum() + copy,
     )
+
+
+def _together(owners: NDArray[np.int64], again: NDArray[np.bool_]) -> list[slice]:
+    """Return the runs of calls that are computed again together: neighbours of one owner."""
+    found: list[slice] = []
+    for index in np.flatnonzero(again).tolist():
+        if found and found[-1].stop == index and owners[index] == owners[index - 1]:
+            found[-1] = slice(found[-1].start, index + 1)
+        else:
+            found.append(slice(index, index + 1))
+    return found
 
 
 def _buckets(shared: NDArray[np.float64]) -> NDArray[np.float64]:

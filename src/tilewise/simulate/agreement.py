@@ -61,8 +61,9 @@ class Agreement:
 def planned_cost(graph: Graph, plan: Plan, setting: Setting) -> tuple[Cost, int] | None:
     """Return the planner's cost and peak bytes of a plan, or None where it has none."""
     try:
-        found = formulate(graph, setting, pins=_decided(graph, plan))
-        choice = tuple(0 for _ in found.names)
+        pins = _decided(graph, plan)
+        found = formulate(graph, setting, pins=pins, recompute=bool(plan.recompute))
+        choice = tuple(map(int, found.again(plan)))  # degrees are pinned: that is all to choose
     except PlanError:
         return None
     return evaluate(found.problem, choice), peak_bytes(found, choice)

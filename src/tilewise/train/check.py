@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from tilewise.planner.machine import load_machine
 from tilewise.planner.search import parse_bytes
 from tilewise.planner.timeline import peak_bytes
 from tilewise.train.inputs import Sets, augments, examples, open_sets, transforms
-from tilewise.train.job import build_model, freeze, make_metrics, with_options
+from tilewise.train.job import build_model, freeze, make_metrics, plan_options
 from tilewise.train.losses import loss_function
 from tilewise.train.progress import check_stop
 from tilewise.train.recipe import Recipe
@@ -67,7 +67,8 @@ def check(recipe: Recipe, ranks: int) -> Checked:
         freeze(model, recipe.model.frozen)
         graph = capture(model, x, loss_function(recipe), targets=tuple(targets))
         automatic = recipe.plan == AUTO
-        plan = with_options(as_plan(graph, "1" if automatic else recipe.plan), recipe)
+        plan = as_plan(graph, "1" if automatic else recipe.plan)
+        plan = replace(plan, **plan_options(recipe))
         plan.check(ranks)
         planned = plan_program(graph.training, plan, ranks=ranks, rank=0, draws=Draws(0))
         _check_metrics(recipe, sets, graph, plan, ranks, targets)
@@ -109,13 +110,16 @@ def _check_metrics(
 
 
 def _model_bytes(graph: Graph, plan: Plan, recipe: Recipe, ranks: int) -> int:
-    """Return what a step holds at most, by the planner's account; recomputing would save some."""
+    """Return what a step holds at most, by the planner's account.
+
+    What a recipe's own patterns save by computing again is not in it.
+    """
     train = recipe.train
     kind = "momentum" if train.optimizer == "sgd" and train.momentum else train.optimizer
     itemsize = torch.float64.itemsize if train.precision == "float64" else torch.float32.itemsize
     # bytes do not depend on the machine's rates
     setting = Setting(load_machine("lassen"), ranks, "float32", itemsize, kind)
-    found = formulate(graph, setting, pins=plan.layers)
+    found = formulate(graph, setting, pins=plan.layers, recompute=bool(plan.recompute))
     return peak_bytes(found, found.choice(plan))
 
 

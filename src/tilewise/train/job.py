@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from tilewise.train.losses import loss_function, loss_sums
 from tilewise.train.metrics import MeanLoss, Metric, make_metric
 from tilewise.train.optimizer import make_optimizer
 from tilewise.train.payload import Payload
+from tilewise.train.precision import Precision
 from tilewise.train.recipe import Recipe
 
 
@@ -170,19 +171,22 @@ def planned(
     """Capture the model with its loss, and plan it for the ranks of a mesh."""
     graph = capture(model, x, loss_function(recipe), targets=targets)
     limit = recipe.memory if recipe.plan == AUTO else None
-    plan = read_plan(graph, recipe.plan, mesh, memory=limit, model=model)
-    return graph, with_options(plan, recipe)
+    with Precision(recipe.train.precision).autocast():
+        plan = read_plan(
+            graph, recipe.plan, mesh, memory=limit, model=model, options=plan_options(recipe)
+        )
+    return graph, plan
 
 
-def with_options(plan: Plan, recipe: Recipe) -> Plan:
-    """Return a plan with what the recipe says beside degrees."""
+def plan_options(recipe: Recipe) -> dict[str, Any]:
+    """Return what the recipe says of a plan beside degrees."""
     train = recipe.train
     options: dict[str, Any] = {}
     if train.recompute:
         options["recompute"] = tuple(train.recompute)
     if train.statistics != "global":
         options["statistics"] = train.statistics
-    return replace(plan, **options)
+    return options
 
 
 def make_metrics(recipe: Recipe, sets: Sets) -> list[Metric]:

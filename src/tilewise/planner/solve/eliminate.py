@@ -12,10 +12,11 @@ itself: then the sum is a lower bound.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import inf, prod
 
 import numpy as np
 
@@ -87,7 +88,9 @@ def good_order(
 class Bucket:
     """The costs of a variable together with some of its parents, and their minimum over it."""
 
-    def __init__(self, variable: int, own: Floats, factors: Sequence[Factor]) -> None:
+    def __init__(
+        self, variable: int, own: Floats, factors: Sequence[Factor], deadline: float = inf
+    ) -> None:
         self.variable, self.own, self.factors = variable, own, factors
         self.parents = tuple(
             dict.fromkeys(u for f in factors for u in f.variables if u != variable)
@@ -99,7 +102,7 @@ class Bucket:
             self.classes.append(joint)
         self._shape = tuple(len(first[u]) for u in self.parents)
         self._first = first
-        self.message = self._minimum()
+        self.message = self._minimum(deadline)
 
     @property
     def size(self) -> int:
@@ -164,13 +167,14 @@ class Bucket:
             found.append(values.transpose(axes).reshape(shape))
         return found
 
-    def _minimum(self) -> Floats:
+    def _minimum(self, deadline: float) -> Floats:
         spread = self._spread
         if not self.parents:
             return np.asarray(np.sum(spread, axis=0).min(-1))
         message = np.empty(self._shape)
         step = max(CHUNK * self._shape[0] // max(self.size, 1), 1)
         for begin in range(0, self._shape[0], step):
+            in_time(deadline)
             some = slice(begin, begin + step)
             first, *others = (values[some] if len(values) > 1 else values for values in spread)
             message[some] = sum(others, first).min(axis=-1)
@@ -185,6 +189,10 @@ class Elimination:
         factors: the costs of several variables.
         order: all variables, the first to be eliminated first.
         largest: the most entries of a bucket.
+        deadline: when to give up, by the monotonic clock.
+
+    Raises:
+        TimeoutError: time is up, here or in `marginals`.
     """
 
     def __init__(
@@ -193,8 +201,9 @@ class Elimination:
         factors: Sequence[Factor],
         order: Sequence[int],
         largest: int,
+        deadline: float = inf,
     ) -> None:
-        self.order = tuple(order)
+        self.order, self.deadline = tuple(order), deadline
         self.buckets: list[list[Bucket]] = [[] for _ in costs]
         self._sent: dict[int, tuple[int, Bucket]] = {}
         self.least = 0.0
@@ -203,10 +212,11 @@ class Elimination:
         for factor in factors:
             waiting[min(factor.variables, key=turn.__getitem__)].append(factor)
         for v in order:
+            in_time(deadline)
             groups = _groups(v, costs[v], waiting[v], largest)
             for group in groups:
                 share = 1.0 if len(groups) == 1 else len(group) / max(len(waiting[v]), 1)
-                bucket = Bucket(v, share * costs[v], group)
+                bucket = Bucket(v, share * costs[v], group, deadline)
                 self.buckets[v].append(bucket)
                 if not bucket.parents:
                     self.least += float(bucket.message)
@@ -234,6 +244,7 @@ class Elimination:
         outside: dict[int, Floats] = {}
         found: list[Floats] = [np.zeros(0)] * len(self.buckets)
         for v in reversed(self.order):
+            in_time(self.deadline)
             (bucket,) = self.buckets[v]
             table = bucket.table()
             if bucket.parents:
@@ -247,6 +258,12 @@ class Elimination:
                     child, _ = self._sent[id(factor)]
                     outside[child] = _projected(table, bucket, factor) - factor.values + rest
         return found
+
+
+def in_time(deadline: float) -> None:
+    """Raise TimeoutError if a deadline is over."""
+    if time.monotonic() > deadline:
+        raise TimeoutError("solve: time is up")
 
 
 def _projected(table: Floats, bucket: Bucket, factor: Factor) -> Floats:

@@ -103,9 +103,12 @@ class Search:
         ]
 
     def run(self, best: float, width: int, deadline: float) -> Found:
-        """Look for assignments below `best` seconds; after the deadline, nothing is found."""
+        """Look for assignments below `best` seconds.
+
+        After the deadline nothing is found, or TimeoutError raised if the bounds were not ready.
+        """
         nothing = np.zeros((0, len(self._own)), np.int64)
-        buckets = [terms.eliminate() for terms in self.terms]
+        buckets = [terms.eliminate(deadline) for terms in self.terms]
         start = [e.least + self._constant(t) for e, t in zip(buckets, self.terms)]
         partial = _Partial(
             np.zeros(1, np.int64),

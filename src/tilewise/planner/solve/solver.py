@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -134,8 +135,11 @@ class Solver:
     def solve(self) -> None:
         """Improve the best assignment and the bound until they meet or time is up."""
         self._relaxation = Relaxation(self._live, Weights(), self._penalty())
-        if not self._drop_unfit():
-            return
+        if self._drop_unfit():
+            with suppress(TimeoutError):  # what was found and proven before stays true
+                self._improve()
+
+    def _improve(self) -> None:
         width, idle = 32, 0
         while not (self.closed or self.late):
             before = self.bound, self.seconds
@@ -248,7 +252,7 @@ class Solver:
             self._exact = terms.order.work <= WORK
             if self._exact:
                 self.statistics["exact"] += 1
-                found = terms.eliminate()
+                found = terms.eliminate(self.deadline)
                 best = found.best()
                 self.offer(self._choice(best))
                 self._proven(found.least, ())

@@ -7,7 +7,7 @@ Otherwise each consumer pays its share, which never overcharges.
 from __future__ import annotations
 
 from functools import cached_property
-from math import prod
+from math import inf, prod
 
 import numpy as np
 
@@ -65,11 +65,15 @@ class Terms:
         """Return a table's moves as one number each."""
         return self._tables[table]
 
-    def eliminate(self) -> Elimination:
-        """Minimise the sum, or bound its minimum where that is too much work."""
+    def eliminate(self, deadline: float = inf) -> Elimination:
+        """Minimise the sum, or bound its minimum where that is too much work.
+
+        Raises:
+            TimeoutError: the deadline was over first.
+        """
         order = self.order
         largest = order.work if order.work <= WORK else WORK // len(self.costs)
-        return Elimination(self.costs, self.factors, order.variables, largest)
+        return Elimination(self.costs, self.factors, order.variables, largest, deadline)
 
     def _add(self, table: int, links: list[tuple[int, Link]]) -> None:
         """Add the moves of one tensor, and move costs to its variables by messages."""
