@@ -7,6 +7,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from tilewise.bench.layers import CASES, LayerCase
+from tilewise.cli.naming import InputError
+
 Ranks = Annotated[int, typer.Option(min=1, help="local ranks to start")]
 Rounds = Annotated[int, typer.Option(min=1, help="rounds of all measurements in turn")]
 Backend = Annotated[str, typer.Option(help="gloo, mpi or nccl")]
@@ -23,3 +26,11 @@ def new_table(title: str, *columns: str) -> Table:
 
 def in_ms(*seconds: float) -> tuple[str, ...]:
     return tuple(f"{1e3 * value:.1f}" for value in seconds)
+
+
+def find_case(name: str) -> LayerCase:
+    """Return the layer of a name."""
+    known = {case.name: case for case in CASES}
+    if name not in known:
+        raise InputError(f"layer {name!r} is not one of {', '.join(known)}; a model needs --input")
+    return known[name]

@@ -15,7 +15,10 @@ import typer
 from tilewise.bench.layers import CASES, Row, measure_layers
 from tilewise.bench.messages import PRIMITIVES, SIZES, Primitive, measure_messages
 from tilewise.bench.model import ModelRow
+from tilewise.bench.scaling import Point, measure_point
 from tilewise.cli.bench_model import run_model
+from tilewise.cli.bench_options import find_case
+from tilewise.cli.bench_scaling import scaled
 from tilewise.cli.crew import Crew
 from tilewise.cli.naming import InputError, parse_plan, parse_shape
 from tilewise.ops.kept import machine_name
@@ -32,6 +35,7 @@ QUICK_MODELS = (
     ("cosmoflow", ("size=32",), "2x4x32x32x32", "d2"),
     ("unet3d", ("width=0.25",), "1x1x32x32x32", "d2"),
 )
+SCALED_LAYERS = ("cosmoflow_conv3", "wrn_conv3")
 QUICK_LAYERS = ("cosmoflow_conv2", "cosmoflow_conv3", "resnet_res3b_branch2a")
 
 
@@ -41,7 +45,7 @@ def page(
     rounds: Annotated[int, typer.Option(min=1, help="rounds of all measurements in turn")] = 7,
     quick: Annotated[bool, typer.Option(help="small layers and models only")] = False,
 ) -> None:
-    """Measure layers, models and messages on two ranks and write the tables of a page."""
+    """Measure layers, models, messages and scaling and write the tables of a page."""
     if not into.is_file():
         raise InputError(f"page: there is no file {into}")
     text = into.read_text()
@@ -67,15 +71,27 @@ def page(
                 row: ModelRow = crew.run(run_model, *task, title=title, total=rounds + 1)[0]
                 row.plan, row.model = plan, f"{name} {shape}"
                 steps[backend].append(row)
+    scaling = {weak: _scaling(quick, backend, rounds, weak=weak) for weak in (False, True)}
     for mark, lines in {
         "machine": [_machine(rounds, quick)],
         "layers": _layers(layers),
         "models": _models(steps),
         "messages": _messages(messages),
+        "scaling": _points(scaling, backend),
     }.items():
         text = fill(text, mark, lines)
     into.write_text(text)
     print(f"wrote {into}")
+
+
+def _scaling(quick: bool, backend: str, rounds: int, *, weak: bool) -> list[list[Point]]:
+    names = SCALED_LAYERS[:1] if quick else SCALED_LAYERS
+    tasks = [
+        (measure_point, case, letter, weak, rounds)
+        for case in map(find_case, names)
+        for letter in case.degrees
+    ]
+    return scaled(tasks, (1, 2, 4), backend, weak=weak)
 
 
 def fill(text: str, mark: str, lines: list[str]) -> str:
@@ -141,6 +157,20 @@ def _models(found: dict[str, list[ModelRow]]) -> list[str]:
         ]  # fmt: skip
 
     return _table(head, [cells(backend, row) for backend, some in found.items() for row in some])
+
+
+def _points(found: dict[bool, list[list[Point]]], backend: str) -> list[str]:
+    head = ["layer", "split", "scaling", "backend", "forward (ms)", "backward (ms)", "forward ×",
+            "backward ×"]  # fmt: skip
+    rows = [
+        [point.layer, point.degrees, "weak" if weak else "strong", backend,
+         f"{1e3 * point.forward_s:.1f}", f"{1e3 * point.backward_s:.1f}",
+         f"{point.forward_ratio:.2f}", f"{point.backward_ratio:.2f}"]
+        for weak, tasks in found.items()
+        for points in tasks
+        for point in points
+    ]  # fmt: skip
+    return _table(head, rows)
 
 
 def _messages(found: dict[str, list[Primitive]]) -> list[str]:
