@@ -17,9 +17,10 @@ from tilewise.cli import main
 
 KEYS = {
     "step_seconds", "peak_bytes", "optimal", "gap", "solve_seconds", "devices", "machine",
-    "layers", "baselines", "details",
+    "layers", "baselines", "details", "price_seconds",
 }  # fmt: skip
-ROW = {"name", "kind", "degrees", "compute_s", "halo_s", "exchange_s", "sync_s", "bytes"}
+ROW = {"name", "kind", "degrees", "compute_s", "halo_s", "exchange_s", "sync_s", "bytes",
+       "recompute"}  # fmt: skip
 BASELINES = {"data", "spatial", "model", "owt", "uniform"}
 SMALL = ["alexnet", "--arg", "width=0.25", "--input", "8x3x96x96"]
 

@@ -57,7 +57,9 @@ def plan(
         bool, typer.Option("--sensitivity", help="vary each rate of the machine by 10 %")
     ] = False,
     diff: Annotated[Path | None, typer.Option(help="compare with another plan file")] = None,
-    time_limit: Annotated[float, typer.Option(min=0.1, help="seconds to search")] = 60.0,
+    time_limit: Annotated[
+        float, typer.Option(min=0.1, help="seconds to search, once priced")
+    ] = 60.0,
     price_limit: Annotated[
         float, typer.Option(min=0.0, help="seconds to prove prices of other ways, for a report")
     ] = 10.0,

@@ -72,7 +72,10 @@ def show_plan(found: Found, console: Console) -> None:
         f"memory {size(found.peak_bytes)} of {size(found.memory_bytes)} on the fullest device"
     )
     proof = "proven best" if found.optimal else _how_near(found.gap)
-    console.print(f"{proof} of all candidates, {found.solve_seconds:.1f} s")
+    console.print(
+        f"{proof} of all candidates; priced in {found.price_seconds:.1f} s, searched in "
+        f"{found.solve_seconds:.1f} s"
+    )
 
 
 def explain(text: str, console: Console) -> None:

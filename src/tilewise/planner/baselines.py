@@ -10,6 +10,7 @@ uniform     the same degrees for all layers wherever they are legal, the best on
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,5 +91,11 @@ def _evaluated(found: Formulation, choices: Ints) -> Iterator[tuple[int, Cost]]:
 
 def _fitted(found: Formulation, wanted: Ints) -> Ints:
     """Return, for each row of degrees, the candidate of each layer that comes nearest to it."""
-    columns = [some.nearest(wanted) for some in found.choices.candidates]
+    known: dict[Any, Ints] = {}
+    columns = []
+    for some in found.choices.candidates:
+        key = (tuple(sorted(some.layer.extents.items())), some.table.tobytes(), len(some.again))
+        if key not in known:
+            known[key] = some.nearest(wanted)
+        columns.append(known[key])
     return np.stack(columns, axis=1)

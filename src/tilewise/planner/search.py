@@ -7,6 +7,7 @@ found.plan, found.step_seconds, found.baselines["data"].step_seconds
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -57,7 +58,9 @@ class Priced:
 class Found:
     """The best plan that was found, and what else there is to know about it.
 
-    `optimal` is whether no candidate plan is faster, `gap` by how much one might be.
+    `optimal` is whether no candidate plan is faster, `gap` by how much one might be. Of the time
+    that it took, `price_seconds` went by before the search: all candidates and moves were priced,
+    and plans that people use. `solve_seconds` is the search itself; `time_limit` bounds it alone.
     """
 
     def __init__(
@@ -66,11 +69,13 @@ class Found:
         memory_bytes: int,
         time_limit: float,
         pins: Mapping[str, Degrees],
+        began: float,
     ) -> None:
         self.formulation, self.memory_bytes = formulation, memory_bytes
         self.time_limit, self.pins = time_limit, pins
         base = baselines(formulation, memory_bytes)
         hints = [choice for choice, _ in base.values()]
+        self.price_seconds = time.monotonic() - began
         self.solution = solve(formulation.problem, memory_bytes, time_limit=time_limit, hints=hints)
         self.cost = evaluate(formulation.problem, self.solution.choice)
         self.plan = formulation.plan(self.solution.choice)
@@ -164,6 +169,7 @@ class Found:
             "peak_bytes": self.peak_bytes,
             "optimal": self.optimal,
             "gap": self.gap if isfinite(self.gap) else None,
+            "price_seconds": self.price_seconds,
             "solve_seconds": self.solve_seconds,
             "devices": self.devices,
             "machine": self.machine.name,
@@ -216,7 +222,8 @@ def search(
         pins: degrees that single layers must have, by name or pattern.
         recompute: whether layers may be computed again in backward, which takes time and spares
             memory; the plan says which are.
-        time_limit: seconds after which the best plan so far is returned with its gap.
+        time_limit: seconds of searching, when all is priced, after which the best plan so far is
+            returned with its gap.
     """
     if devices < 1:
         raise PlanError(f"plan: devices (={devices}) must be at least 1")
@@ -229,8 +236,9 @@ def search(
     limit = where.memory_bytes - where.reserved_bytes if memory is None else parse_bytes(memory)
     pinned = Plan.of(graph, dict(pins or {}))
     pinned_layers = dict(pinned.layers)
+    began = time.monotonic()
     found = formulate(graph, setting, pins=pinned_layers, recompute=recompute)
-    return Found(found, limit, time_limit, pinned_layers)
+    return Found(found, limit, time_limit, pinned_layers, began)
 
 
 def parse_bytes(text: str | int) -> int:
