@@ -15,8 +15,9 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -40,6 +41,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--plan", default="mixed", help=f"{', '.join(PLANS)}, or any plan")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("runs") / "widths")
+    parser.add_argument("--picture", type=Path, help="an .svg or .png to draw")
     return parser.parse_args()
 
 
@@ -73,7 +75,7 @@ def test_error(asked: argparse.Namespace, k: int, seed: int) -> float:
 def claim(asked: argparse.Namespace) -> None:
     """Refuse a folder whose runs were made with other settings, for they are not to be mixed."""
     settings = {name: value for name, value in vars(asked).items()
-                if name not in ("widths", "seeds", "out")}  # fmt: skip
+                if name not in ("widths", "seeds", "out", "picture")}  # fmt: skip
     file = asked.out / "settings.json"
     if not file.is_file():
         asked.out.mkdir(parents=True, exist_ok=True)
@@ -94,15 +96,46 @@ def main() -> None:
         for k in asked.widths:
             found[k].append(test_error(asked, k, seed))
             console.print(f"k = {k}, seed {seed}: test error {found[k][-1]:.4f}", highlight=False)
+    show(asked, found)
+    if asked.picture:
+        draw(asked, found)
+
+
+def show(asked: argparse.Namespace, found: dict[int, list[float]]) -> None:
+    """Print the errors and how they compare."""
     table = Table(title=f"WRN-50-k, base width {asked.base}, plan {asked.plan}")
-    for column in ("k", "parameters", "test error", "spread", "of each seed"):
+    for column in ("k", "parameters", "test error", "lowest … highest", "of each seed"):
         table.add_column(column, justify="right")
     for k, errors in found.items():
-        spread = f"{stdev(errors):.4f}" if len(errors) > 1 else "–"
         each = " ".join(f"{error:.3f}" for error in errors)
+        spread = f"{min(errors):.4f} … {max(errors):.4f}"
         table.add_row(str(k), f"{parameters(asked.base, k):,}", f"{mean(errors):.4f}", spread, each)
     console.print(table)
+    first, *others = found
+    for k in others:
+        factor = mean(found[first]) / max(mean(found[k]), 1e-9)
+        console.print(f"k = {k} against k = {first}: error {factor:.2f} times smaller")
     console.print(f"guessing: test error {1 - 1 / CLASSES:.2f}; everything is in {asked.out}")
+
+
+def draw(asked: argparse.Namespace, found: dict[int, list[float]]) -> None:
+    """Draw the errors by width."""
+    figure = Figure(figsize=(4.2, 3.0))
+    axes = figure.add_subplot()
+    places = range(len(found))
+    axes.plot(
+        places, [mean(errors) for errors in found.values()], "k-", linewidth=1.5, label="mean"
+    )
+    for place, errors in zip(places, found.values()):
+        axes.plot([place] * len(errors), errors, "ko", markersize=3)
+    axes.axhline(1 - 1 / CLASSES, color="#868e96", linestyle=":", label="guessing")
+    axes.set_xticks(list(places), [str(k) for k in found])
+    axes.set_xlabel("k")
+    axes.set_ylabel("test error")
+    axes.set_ylim(0, 1)
+    axes.legend(fontsize=7, frameon=False)
+    asked.picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(asked.picture, bbox_inches="tight")
 
 
 if __name__ == "__main__":
