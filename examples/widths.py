@@ -5,7 +5,7 @@ from several seeds each (of weights, order and augmentation; train and test pict
 and prints the test error. What is finished already is read from the folder. In full, and to try it:
 
     python examples/widths.py
-    python examples/widths.py --widths 1 2 --seeds 0 --epochs 1 --count 60 --size 16 --base 0.03125
+    python examples/widths.py --widths 1 2 --seeds 0 --epochs 1 --count 64 --held-out 64 --size 16
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Test error of WRN-50-k by k.")
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--base", type=float, default=0.0625, help="width of the network k = 1")
-    parser.add_argument("--size", type=int, default=64, help="edge of the pictures")
-    parser.add_argument("--count", type=int, default=2000, help="pictures")
-    parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--batch", type=int, default=50)
+    parser.add_argument("--base", type=float, default=0.125, help="width of the network k = 1")
+    parser.add_argument("--size", type=int, default=32, help="edge of the pictures")
+    parser.add_argument("--count", type=int, default=8000, help="pictures to train on")
+    parser.add_argument("--held-out", type=int, default=1000, help="pictures to judge by")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--plan", default="mixed", help=f"{', '.join(PLANS)}, or any plan")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("runs") / "widths")
@@ -50,17 +52,17 @@ def test_error(asked: argparse.Namespace, k: int, seed: int) -> float:
     out = asked.out / f"k{k}-seed{seed}"
     summary = out / "summary.json"
     if not summary.is_file():
-        pictures = asked.out / f"images-{asked.size}-{asked.count}"
+        pictures = asked.out / "images"
         changes = [
             "model.name=wrn50", f"model.seed={seed}", f"train.seed={seed}",
             f"model.args={{k={k}, width={asked.base}, num_classes={CLASSES}}}",
             f"data.path={pictures}/train", f"data.test={pictures}/test", "data.shares=[1.0]",
             f"train.epochs={asked.epochs}", f"train.batch={asked.batch}",
-            f"checkpoint.epochs={asked.epochs}",
+            f"train.lr={asked.lr}", f"checkpoint.epochs={asked.epochs}",
         ]  # fmt: skip
-        for name, first in (("train", 0), ("test", 1)):
+        for number, (name, count) in enumerate((("train", asked.count), ("test", asked.held_out))):
             if not (pictures / name).exists():
-                generate("images", pictures / name, size=asked.size, count=asked.count, seed=first)
+                generate("images", pictures / name, size=asked.size, count=count, seed=number)
         command = [
             *(sys.executable, "-m", "tilewise", "train", "resnet50", "--ranks", str(asked.ranks)),
             *("--plan", PLANS.get(asked.plan, asked.plan), "--out", str(out)),
