@@ -5,7 +5,7 @@ from several seeds each (of weights, order and augmentation; train and test pict
 and prints the test error. What is finished already is read from the folder. In full, and to try it:
 
     python examples/widths.py
-    python examples/widths.py --widths 1 2 --seeds 0 --epochs 1 --count 60 --size 16 --base 0.03125
+    python examples/widths.py --widths 1 2 --seeds 0 --epochs 1 --count 64 --held-out 64 --size 16
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -32,14 +33,17 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Test error of WRN-50-k by k.")
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--base", type=float, default=0.0625, help="width of the network k = 1")
-    parser.add_argument("--size", type=int, default=64, help="edge of the pictures")
-    parser.add_argument("--count", type=int, default=2000, help="pictures")
-    parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--batch", type=int, default=50)
+    parser.add_argument("--base", type=float, default=0.125, help="width of the network k = 1")
+    parser.add_argument("--size", type=int, default=32, help="edge of the pictures")
+    parser.add_argument("--count", type=int, default=8000, help="pictures to train on")
+    parser.add_argument("--held-out", type=int, default=1000, help="pictures to judge by")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--plan", default="mixed", help=f"{', '.join(PLANS)}, or any plan")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("runs") / "widths")
+    parser.add_argument("--picture", type=Path, help="an .svg or .png to draw")
     return parser.parse_args()
 
 
@@ -48,17 +52,17 @@ def test_error(asked: argparse.Namespace, k: int, seed: int) -> float:
     out = asked.out / f"k{k}-seed{seed}"
     summary = out / "summary.json"
     if not summary.is_file():
-        pictures = asked.out / f"images-{asked.size}-{asked.count}"
+        pictures = asked.out / "images"
         changes = [
             "model.name=wrn50", f"model.seed={seed}", f"train.seed={seed}",
             f"model.args={{k={k}, width={asked.base}, num_classes={CLASSES}}}",
             f"data.path={pictures}/train", f"data.test={pictures}/test", "data.shares=[1.0]",
             f"train.epochs={asked.epochs}", f"train.batch={asked.batch}",
-            f"checkpoint.epochs={asked.epochs}",
+            f"train.lr={asked.lr}", f"checkpoint.epochs={asked.epochs}",
         ]  # fmt: skip
-        for name, first in (("train", 0), ("test", 1)):
+        for number, (name, count) in enumerate((("train", asked.count), ("test", asked.held_out))):
             if not (pictures / name).exists():
-                generate("images", pictures / name, size=asked.size, count=asked.count, seed=first)
+                generate("images", pictures / name, size=asked.size, count=count, seed=number)
         command = [
             *(sys.executable, "-m", "tilewise", "train", "resnet50", "--ranks", str(asked.ranks)),
             *("--plan", PLANS.get(asked.plan, asked.plan), "--out", str(out)),
@@ -73,7 +77,7 @@ def test_error(asked: argparse.Namespace, k: int, seed: int) -> float:
 def claim(asked: argparse.Namespace) -> None:
     """Refuse a folder whose runs were made with other settings, for they are not to be mixed."""
     settings = {name: value for name, value in vars(asked).items()
-                if name not in ("widths", "seeds", "out")}  # fmt: skip
+                if name not in ("widths", "seeds", "out", "picture")}  # fmt: skip
     file = asked.out / "settings.json"
     if not file.is_file():
         asked.out.mkdir(parents=True, exist_ok=True)
@@ -94,15 +98,46 @@ def main() -> None:
         for k in asked.widths:
             found[k].append(test_error(asked, k, seed))
             console.print(f"k = {k}, seed {seed}: test error {found[k][-1]:.4f}", highlight=False)
+    show(asked, found)
+    if asked.picture:
+        draw(asked, found)
+
+
+def show(asked: argparse.Namespace, found: dict[int, list[float]]) -> None:
+    """Print the errors and how they compare."""
     table = Table(title=f"WRN-50-k, base width {asked.base}, plan {asked.plan}")
-    for column in ("k", "parameters", "test error", "spread", "of each seed"):
+    for column in ("k", "parameters", "test error", "lowest … highest", "of each seed"):
         table.add_column(column, justify="right")
     for k, errors in found.items():
-        spread = f"{stdev(errors):.4f}" if len(errors) > 1 else "–"
         each = " ".join(f"{error:.3f}" for error in errors)
+        spread = f"{min(errors):.4f} … {max(errors):.4f}"
         table.add_row(str(k), f"{parameters(asked.base, k):,}", f"{mean(errors):.4f}", spread, each)
     console.print(table)
+    first, *others = found
+    for k in others:
+        factor = mean(found[first]) / max(mean(found[k]), 1e-9)
+        console.print(f"k = {k} against k = {first}: error {factor:.2f} times smaller")
     console.print(f"guessing: test error {1 - 1 / CLASSES:.2f}; everything is in {asked.out}")
+
+
+def draw(asked: argparse.Namespace, found: dict[int, list[float]]) -> None:
+    """Draw the errors by width."""
+    figure = Figure(figsize=(4.2, 3.0))
+    axes = figure.add_subplot()
+    places = range(len(found))
+    axes.plot(
+        places, [mean(errors) for errors in found.values()], "k-", linewidth=1.5, label="mean"
+    )
+    for place, errors in zip(places, found.values()):
+        axes.plot([place] * len(errors), errors, "ko", markersize=3)
+    axes.axhline(1 - 1 / CLASSES, color="#868e96", linestyle=":", label="guessing")
+    axes.set_xticks(list(places), [str(k) for k in found])
+    axes.set_xlabel("k")
+    axes.set_ylabel("test error")
+    axes.set_ylim(0, 1)
+    axes.legend(fontsize=7, frameon=False)
+    asked.picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(asked.picture, bbox_inches="tight")
 
 
 if __name__ == "__main__":
