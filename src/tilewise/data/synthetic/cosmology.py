@@ -20,10 +20,9 @@ told: the mean count says nothing.
 
 **Targets.** sigma in [0.3, 0.6], ns in [-0.6, 1.2], k0 in [3, 12] and large in [0, 4], each
 uniform and mapped to [-1, 1]. `large` changes only the 26 modes with k < 2, those longer than half
-the edge, and only strengthens them, so that a network finds them under what n_z does. A cube of
-half the edge (an eighth of the box) sees pieces of their waves, which tell something of the
-strongest; a quarter of the edge sees hardly more than a mean, which n_z hides. The other three can
-be read from any part, better from a larger one.
+the edge, and only strengthens them. A cube of half the edge (an eighth of the box) sees pieces of
+their waves, which tell something of the strongest; a quarter of the edge sees hardly more than a
+mean, which n_z hides. The other three can be read from any part, better from a larger one.
 
 **Baseline.** The mean predictor's MSE is the variance of the targets: 1/3 each. Ridge regression
 on the logarithms of band powers explains these shares of the variance (32³, 400 samples, out of
