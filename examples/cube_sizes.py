@@ -2,8 +2,9 @@
 
 Makes two cosmology sets, one to train on and one to judge by, and trains the same network family on
 cubes of each size for several seeds. A cut cube comes from the same files, and is judged alone. All
-sizes see the same voxels in the same number of steps: a batch holds as many parts as make up the
-whole volumes of the largest size's batch. Runs that are there already are not repeated.
+sizes take the same number of steps: halving the edge makes a batch of four times as many cubes and
+half as many epochs, so that a step of small cubes, which cost more for each voxel, is not much
+slower. Runs that are there already are not repeated.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=32, help="edge of a whole volume")
     parser.add_argument("--count", type=int, default=1024, help="volumes to train on")
     parser.add_argument("--held-out", type=int, default=256, help="volumes to judge by")
-    parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--batch", type=int, default=8, help="whole volumes of a step")
-    parser.add_argument("--width", type=float, default=0.125)
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--epochs", type=int, default=8, help="of whole volumes")
+    parser.add_argument("--batch", type=int, default=16, help="whole volumes of a step")
+    parser.add_argument("--width", type=float, default=0.25)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--warmup", type=int, default=50, help="steps")
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("runs") / "cube-sizes")
     parser.add_argument("--picture", type=Path, help="an .svg or .png to draw")
@@ -75,11 +78,13 @@ def train(options: argparse.Namespace, cut: int, seed: int) -> Path:
         "data.augment": "[{flip={dims='d h w'}},{transpose={dims='d h w'}}]",
         "model.args.size": edge, "model.args.width": options.width,
         "model.seed": seed, "train.seed": seed, "train.lr": options.lr,
-        "train.epochs": options.epochs, "train.batch": options.batch * cut**3,
+        "train.epochs": max(1, options.epochs // cut), "train.batch": options.batch * cut**2,
+        "schedule.warmup": options.warmup,
         "checkpoint.epochs": 0, "metrics.names": "['mse']",
     }  # fmt: skip
     tilewise(
-        "train", "cosmoflow", "--plan", "d2" if cut == 1 else "n2", "--out", str(run),
+        "train", "cosmoflow", "--ranks", str(options.ranks), "--timeout", "3600",
+        "--plan", f"{'d' if cut == 1 else 'n'}{options.ranks}", "--out", str(run),
         *(word for key, value in changes.items() for word in ("--set", f"{key}={value}")),
     )  # fmt: skip
     return run

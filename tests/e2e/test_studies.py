@@ -36,7 +36,9 @@ def test_cubes_are_cut_as_sub_volumes_and_judged_as_by_the_run(tmp_path: Path) -
         expected = np.empty((4, 8, 8, 8), np.int16)
         cut.read(index, "x", ((0, 4), (0, 8), (0, 8), (0, 8)), expected)
         assert torch.equal(parts[index], torch.from_numpy(expected))
-    options = Namespace(size=16, out=tmp_path, width=0.0625, lr=1e-3, epochs=1, batch=1)
+    options = Namespace(
+        size=16, out=tmp_path, width=0.0625, lr=1e-3, epochs=1, batch=1, warmup=0, ranks=2
+    )
     run = study["train"](options, 2, 0)
     found = study["judge"](options, run, 2)
     told = study["json"].loads((run / "summary.json").read_text())["test"]["mse"]
