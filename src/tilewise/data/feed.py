@@ -10,11 +10,13 @@ from torch import Tensor
 
 from tilewise.data.augmentation import Augmentation, Seen
 from tilewise.data.recycle import Recycler
-from tilewise.data.region import Array, Box, Piece, Run, cut_out, runs, stretches, whole
+from tilewise.data.region import STRETCH, Array, Box, Piece, Run, cut_out, runs, stretches, whole
 from tilewise.data.share import Share
 from tilewise.data.source import Field
 from tilewise.data.transform import Transform, as_float
 from tilewise.layout import Cover, Layout
+
+LONG_STRETCH = 8 * STRETCH
 
 
 class Feed:
@@ -85,7 +87,9 @@ class Feed:
         if self.plain:
             np.copyto(place(row, piece), values)
             return
-        for stretch in stretches(values.shape):
+        # a thread that computes alone wakes no others, and so may take longer stretches
+        limit = STRETCH if torch.get_num_threads() > 1 else LONG_STRETCH
+        for stretch in stretches(values.shape, limit):
             box = tuple(
                 (start + (cut.start or 0), stop if cut.stop is None else start + cut.stop)
                 for (start, stop), cut in zip(piece.out, stretch)
