@@ -185,6 +185,30 @@ def test_messages_travel_while_local_work_runs(pool: Pool) -> None:
     assert pool.run((0, 1), compute_meanwhile, (), 120) == [(True, True)] * 2
 
 
+def small_messages(mesh: Mesh) -> list[bool]:
+    """Ask whether a small message came, without ever waiting; then drop what is under way."""
+    peer = 1 - mesh.rank
+    into = [torch.zeros(8), torch.zeros(8)]
+    works = [
+        mesh.receive(into[0], peer, tag=8, layer="x"),
+        mesh.send(torch.ones(8), peer, tag=8, layer="x"),
+    ]
+    began = time.monotonic()
+    while not all(work.is_completed() for work in works) and time.monotonic() < began + 20:
+        time.sleep(1e-3)
+    came = all(work.is_completed() for work in works)
+    mesh.receive(into[1], peer, tag=9, layer="x")
+    mesh.agree("nobody holds the request")
+    mesh.send(torch.ones(8), peer, tag=9, layer="x")
+    while not into[1].all() and time.monotonic() < began + 40:
+        time.sleep(1e-3)
+    return [came, bool((into[0] == 1).all()), bool((into[1] == 1).all())]
+
+
+def test_small_messages_come_without_waiting_for_them(pool: Pool) -> None:
+    assert pool.run((0, 1), small_messages, (), 120) == [[True] * 3] * 2
+
+
 def silent(mesh: Mesh) -> str:
     """Wait for a rank that does not send."""
     short = Mesh(mesh.world_ranks, timeout=timedelta(seconds=1))

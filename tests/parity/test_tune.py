@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from tilewise import Degrees, Mesh, parallelize
 from tilewise.ops import tune
-from tilewise.ops.conv_local import Ways
+from tilewise.ops.conv_local import LocalConv, Way, Ways
+from tilewise.ops.conv_spec import ConvSpec
 from tilewise.testing import ranks
 from tilewise.testing.compare import assert_close
 
@@ -129,3 +130,22 @@ def change_format(mesh: Mesh, folder: str) -> None:
 
 def test_ranks_stay_together_when_the_memory_format_changes(tmp_path: Path) -> None:
     ranks(2, change_format, str(tmp_path))
+
+
+def test_onednn_stays_switched_off_where_the_user_did_so() -> None:
+    x, weight, dy = torch.randn(1, 4, 9, 9), torch.randn(8, 4, 3, 3), torch.randn(1, 8, 9, 9)
+    conv = LocalConv(ConvSpec.of(weight.shape, padding=1), (1, 1), (1, 8, 9, 9), 1)
+    found = []
+    torch.backends.mkldnn.enabled = False
+    try:
+        assert not tune._leaves_onednn(conv, x, weight)
+        key = tune._key(conv, x, weight)
+        for onednn in (False, True):
+            way = Way(patch=False, last=False, onednn=onednn)
+            dx = conv.data(way, dy, x, weight, None, lambda outer: None)
+            found.append((dx, conv.weight(way, dy, x, weight, None, bias=False)[0]))
+    finally:
+        torch.backends.mkldnn.enabled = True
+    assert key != tune._key(conv, x, weight)
+    for plain, other in zip(*found):
+        assert torch.equal(plain, other)

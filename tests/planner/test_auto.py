@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib.metadata import PackageNotFoundError
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from tilewise.auto.calibrate import conditions
 from tilewise.auto.plan import auto_search, fits_here, read_plan
 from tilewise.auto.tell import hosts, tell
 from tilewise.errors import PlanError
-from tilewise.ops.kept import load
+from tilewise.ops.kept import load, own_version
 from tilewise.planner.calls import SplitCall
 from tilewise.planner.cost import Setting
 from tilewise.planner.formulate import formulate
@@ -138,6 +139,13 @@ def test_what_is_kept_is_known_by_hosts_and_version() -> None:
     assert not fits_here(machine, "0×2 1×1")
     older = machine.sources | {"conditions": conditions("0×3").replace(tw.__version__, "0.0.0")}
     assert not fits_here(machine.model_copy(update={"sources": older}), "0×3")
+
+
+def test_a_copy_that_nobody_installed_has_a_version() -> None:
+    with mock.patch("tilewise.ops.kept.version", side_effect=PackageNotFoundError):
+        own_version.cache_clear()
+        assert "tilewise not installed" in conditions("0×1")
+    own_version.cache_clear()
 
 
 # -- the last word ---------------------------------------------------------------------------------

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
+
+from tilewise.comm import heap
 
 PAGES = (96 << 20) // os.sysconf("SC_PAGE_SIZE")
 PROGRAM = """
@@ -20,10 +23,10 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 Mesh()
-found = [faults(), faults(), faults()]
+found = [faults() for _ in range(8)]
 with freed_returned():
-    found += [faults(), faults()]
-print(*found, faults(), faults())
+    found += [faults() for _ in range(2)]
+print(*found, *(faults() for _ in range(8)))
 """
 
 
@@ -38,5 +41,17 @@ def test_a_tensor_takes_the_pages_of_the_one_before(switch: str) -> None:
         check=True,
     )
     fresh = [int(count) > PAGES / 2 for count in told.stdout.split()]
-    kept = switch == "off"
-    assert fresh == [True, kept, kept, True, True, True, kept], told.stdout
+    # small blocks may lie in the way once or twice, until there is a gap that is large enough
+    kept, returned, again = sum(fresh[:8]), sum(fresh[8:10]), sum(fresh[10:])
+    if switch == "on":
+        assert (kept <= 3, returned, again <= 3) == (True, 2, True), told.stdout
+    else:
+        assert all(fresh), told.stdout
+
+
+@pytest.mark.parametrize("raised", [ValueError, OSError])
+def test_other_systems_are_left_alone(raised: type[Exception]) -> None:
+    """macOS does not know the name of glibc's version, musl's confstr fails on it."""
+    with mock.patch("os.confstr", side_effect=raised), mock.patch.object(heap, "_kept", False):
+        heap.keep_freed()
+        assert not heap._kept

@@ -12,7 +12,6 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from math import sqrt
 from statistics import fmean
 from typing import Any
@@ -23,7 +22,7 @@ from torch.nn import functional as F
 
 from tilewise.comm import Exchange, Mesh
 from tilewise.layout import Axis, Layout
-from tilewise.ops.kept import machine_name
+from tilewise.ops.kept import machine_name, own_version
 from tilewise.planner.fit import (
     Timed,
     arithmetic_error,
@@ -202,10 +201,7 @@ def machine_of(
 
 def conditions(spread: str) -> str:
     """Return what rates of a machine depend on, that they may be used again."""
-    return (
-        f"tilewise {version('tilewise')}, torch {torch.__version__}, {machine_name()}, "
-        f"hosts {spread}"
-    )
+    return f"tilewise {own_version()}, torch {torch.__version__}, {machine_name()}, hosts {spread}"
 
 
 def typical(times: Sequence[float]) -> float:

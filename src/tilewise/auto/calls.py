@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Mapping, Sequence
-from importlib.metadata import version
 from math import inf, isfinite
 from pathlib import Path
 from statistics import median
@@ -22,7 +21,7 @@ from tilewise.comm import Chain, Mesh
 from tilewise.errors import CommError, MismatchError
 from tilewise.graph.graph import Value
 from tilewise.graph.runs import no_autocast
-from tilewise.ops.kept import folder, load, machine_name, store
+from tilewise.ops.kept import folder, load, machine_name, own_version, store
 from tilewise.ops.operation import Bound
 from tilewise.ops.tune import settle
 from tilewise.planner.calls import SplitCall
@@ -45,7 +44,7 @@ def head(mesh: Mesh, device: torch.device) -> str:
     casts = torch.is_autocast_enabled(device.type)
     dtype = str(torch.get_autocast_dtype(device.type)) if casts else "no autocast"
     return (
-        f"tilewise {version('tilewise')} {machine_name()} torch {torch.__version__} "
+        f"tilewise {own_version()} {machine_name()} torch {torch.__version__} "
         f"{torch.get_num_threads()} threads hosts {hosts(mesh)} {dtype} {device}"
     )
 

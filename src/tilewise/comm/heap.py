@@ -55,6 +55,6 @@ def _set(options: dict[int, int]) -> bool:
 def _libc() -> Any:
     try:
         known = os.confstr("CS_GNU_LIBC_VERSION")
-    except (AttributeError, ValueError):
+    except (AttributeError, OSError, ValueError):  # macOS, musl
         known = None
     return ctypes.CDLL(None) if known else None

@@ -35,7 +35,7 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 NAME = "mpi4py"
 POLL_SECONDS = 0.0005
 SPINS = 2000
-# MPI takes and delivers messages up to this size at once, without progress on the way.
+# Most MPIs take and deliver messages up to this size at once, without progress on the way.
 EAGER_BYTES = 32 << 10
 
 _TYPES = {
@@ -64,7 +64,13 @@ _OPS = {
 
 
 class Request(Work):  # type: ignore[misc]
-    """Something under way: an MPI request, and what to do with its result once it is there."""
+    """Something under way: an MPI request, and what to do with its result once it is there.
+
+    Who holds one that nobody polls lets it progress by waiting for it or asking for it; one that is
+    dropped before is polled, for MPI may still read or write its memory.
+    """
+
+    done = True
 
     def __init__(
         self,
@@ -79,6 +85,7 @@ class Request(Work):  # type: ignore[misc]
         self._result = result
         self._lock = threading.Lock()
         self.done = False
+        self.watched = False  # whether the poller looks at it
         self.polled = False  # whether it was complete before anybody waited for it
         self._future: torch.futures.Future[Any] | None = None
 
@@ -96,7 +103,11 @@ class Request(Work):  # type: ignore[misc]
         return self.done
 
     def is_completed(self) -> bool:
-        return self.done
+        return self.done if self.watched else self.test()
+
+    def __del__(self) -> None:
+        if not self.done and not self.watched and not sys.is_finalizing():
+            _poller.watch(Request(self._request, self._timeout, self._keep, self._then))
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         limit = timeout.total_seconds() or self._timeout
@@ -140,6 +151,7 @@ class _Poller:
         if self.thread is None:
             self.thread = threading.Thread(target=self._run, name="tilewise-mpi", daemon=True)
             self.thread.start()
+        request.watched = True
         self.waiting.append(request)
         if not self.awake.is_set():
             self.awake.set()

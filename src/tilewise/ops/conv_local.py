@@ -146,7 +146,7 @@ class LocalConv:
             y = x.new_zeros(self.out)
             return y if bias is None else y.add_(bias.view(-1, *[1] * spec.ndim))
         x, weight = formatted(x, last=way.last), formatted(weight, last=way.last)
-        if way.onednn:
+        if way.onednn and torch.backends.mkldnn.enabled:
             return torch.ops.aten.mkldnn_convolution(  # type: ignore[no-any-return]
                 x, weight, bias, padding, spec.stride, spec.dilation, self.groups
             )
@@ -169,7 +169,7 @@ class LocalConv:
             dims = [dim for dim in range(dy.dim()) if dim != 1]
             return torch.zeros_like(x), torch.zeros_like(weight), dy.sum(dims)
         dy, x, weight = (formatted(tensor, last=way.last) for tensor in (dy, x, weight))
-        if way.onednn:
+        if way.onednn and torch.backends.mkldnn.enabled:
             dy, x = dy.to_mkldnn(), x.to_mkldnn()
         found = torch.ops.aten.convolution_backward(
             dy, x, weight, [self.out[1]], spec.stride, padding, spec.dilation, False,

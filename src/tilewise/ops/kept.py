@@ -12,6 +12,7 @@ import platform
 import tempfile
 from collections.abc import Mapping
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,15 @@ def machine_name() -> str:
         return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+@cache
+def own_version() -> str:
+    """Return the version of tilewise; it may run from a folder that nobody installed."""
+    try:
+        return version("tilewise")
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ All communication of an operator is declared here, so that it can be counted wit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,12 +26,13 @@ Local = Callable[..., Any]
 class Need:
     """What an operand must be brought to; `fill` stands past the tensor's edge.
 
-    With `fresh`, the local work gives its gradient in memory that nobody else holds.
+    With `fresh`, the local work gives its gradient in memory that nobody else holds; that may
+    differ between ranks, so needs are alike without it.
     """
 
     cover: Cover
     fill: float = 0.0
-    fresh: bool = False
+    fresh: bool = field(default=False, compare=False)
 
     @classmethod
     def of(cls, where: Layout | Cover, fill: float = 0.0) -> Need:

@@ -98,7 +98,7 @@ def _key(conv: LocalConv, x: Tensor, weight: Tensor) -> str:
         [
             machine_name(), torch.__version__, torch.get_num_threads(), x.device.type, str(x.dtype),
             is_last(x), list(x.shape), list(weight.shape), list(conv.out), list(conv.padding),
-            list(conv.spec.stride), list(conv.spec.dilation), conv.groups,
+            list(conv.spec.stride), list(conv.spec.dilation), conv.groups, _onednn(),
             None if halo is None else [str(box) for box in halo.boxes],
         ]
     )  # fmt: skip
@@ -138,7 +138,7 @@ def _leaves_onednn(conv: LocalConv, x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN is there, and torch would convolve the slab by other means."""
     if not (prod(conv.out) and x.numel() and weight.numel()):
         return False
-    if x.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if x.device.type != "cpu" or not _onednn():
         return False
     spec, halo = conv.spec, conv.halo
     slabs = [(x if halo is None else halo.shaped(x), conv.padding)]
@@ -154,6 +154,11 @@ def _leaves_onednn(conv: LocalConv, x: Tensor, weight: Tensor) -> bool:
         )
         for slab, padding in slabs
     )  # fmt: skip
+
+
+def _onednn() -> bool:
+    """Whether torch has oneDNN and may call it."""
+    return bool(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled)
 
 
 def _time(phase: Callable[[Way], None], way: Way, x: Tensor) -> float:
