@@ -24,6 +24,7 @@ from tilewise.auto import finals
 from tilewise.auto.calibrate import conditions
 from tilewise.auto.plan import auto_search, fits_here, read_plan
 from tilewise.auto.tell import hosts, tell
+from tilewise.cli import calibrate as command
 from tilewise.errors import PlanError
 from tilewise.ops.kept import load, own_version
 from tilewise.planner.calls import SplitCall
@@ -139,6 +140,21 @@ def test_what_is_kept_is_known_by_hosts_and_version() -> None:
     assert not fits_here(machine, "0×2 1×1")
     older = machine.sources | {"conditions": conditions("0×3").replace(tw.__version__, "0.0.0")}
     assert not fits_here(machine.model_copy(update={"sources": older}), "0×3")
+
+
+def test_calibrate_says_on_which_hosts_it_measured(folder: str) -> None:
+    crew = mock.MagicMock(size=2)
+    crew.__enter__.return_value = crew
+    crew.run.side_effect = lambda function: ["0×1 1×1"] if function is hosts else []
+    fitted = mock.Mock(return_value=rates_here(2))
+    with (
+        mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}),
+        mock.patch.multiple(
+            command, Crew=lambda *_, **__: crew, measure=lambda *_: iter(()), machine_of=fitted
+        ),
+    ):
+        command.calibrate(None, 2, "gloo", True)
+    assert fitted.call_args.kwargs["spread"] == "0×1 1×1"
 
 
 def test_a_copy_that_nobody_installed_has_a_version() -> None:

@@ -14,6 +14,7 @@ from rich.table import Table
 from tilewise.auto.calibrate import Measured, machine_of
 from tilewise.auto.calibrate import calibrate as measure
 from tilewise.auto.plan import keep
+from tilewise.auto.tell import hosts
 from tilewise.cli.bench_options import Backend
 from tilewise.cli.crew import Crew
 from tilewise.cli.naming import InputError
@@ -38,12 +39,13 @@ def calibrate(
         task = progress.add_task("starting ranks", total=None)
         found = Measured()
         with Crew(ranks, backend=backend) as crew:
-            ranks = crew.size
+            ranks, spread = crew.size, crew.run(hosts)[0]
             steps = measure(found, lambda function, *args: crew.run(function, *args)[0])
             for number, (name, total) in enumerate(steps):
                 progress.update(task, description=name, total=total, completed=number)
         progress.update(task, description="done", completed=progress.tasks[0].total)
-    machine = machine_of(found, ranks, name=LOCAL if output is None else output.stem)
+    name = LOCAL if output is None else output.stem
+    machine = machine_of(found, ranks, name=name, spread=spread)
     keep(machine, ranks, engine(backend))
     written = local_path(ranks, engine(backend)) if output is None else output
     if output is not None:
