@@ -36,6 +36,7 @@ QUICK_MODELS = (
     ("unet3d", ("width=0.25",), "1x1x32x32x32", "d2"),
 )
 SCALED_LAYERS = ("cosmoflow_conv3", "wrn_conv3")
+MARKS = ("machine", "layers", "models", "messages", "scaling")
 QUICK_LAYERS = ("cosmoflow_conv2", "cosmoflow_conv3", "resnet_res3b_branch2a")
 
 
@@ -48,22 +49,31 @@ def page(
     """Measure layers, models, messages and scaling and write the tables of a page."""
     if not into.is_file():
         raise InputError(f"page: there is no file {into}")
-    text = into.read_text()
+    for mark in MARKS:
+        fill(into.read_text(), mark, [])
     cases = [case for case in CASES if not quick or case.name in QUICK_LAYERS]
     work = [(case, letter) for case in cases for letter in case.degrees]
     models = QUICK_MODELS if quick else MODELS
     layers: dict[str, list[Row]] = {}
     steps: dict[str, list[ModelRow]] = {}
     messages: dict[str, list[Primitive]] = {}
+
+    def write(mark: str, lines: list[str]) -> None:
+        """Write each table when it is there: what was measured stays if something fails later."""
+        into.write_text(fill(into.read_text(), mark, lines))
+
+    write("machine", [_machine(rounds, quick)])
     for backend in backends.split(","):
         with Crew(2, backend=backend, timeout=3600.0) as crew:
             layers[backend] = crew.run(
                 measure_layers, work, rounds, title=f"{backend}: layers", total=len(work)
             )[0]
+            write("layers", _layers(layers))
             total = len(PRIMITIVES) * len(SIZES)
             messages[backend] = crew.run(
                 measure_messages, rounds, title=f"{backend}: messages", total=total
             )[0]
+            write("messages", _messages(messages))
             steps[backend] = []
             for name, arguments, shape, plan in models:
                 task = (name, arguments, (parse_shape(shape),), parse_plan(plan), rounds)
@@ -71,16 +81,9 @@ def page(
                 row: ModelRow = crew.run(run_model, *task, title=title, total=rounds + 1)[0]
                 row.plan, row.model = plan, f"{name} {shape}"
                 steps[backend].append(row)
+                write("models", _models(steps))
     scaling = {weak: _scaling(quick, backend, rounds, weak=weak) for weak in (False, True)}
-    for mark, lines in {
-        "machine": [_machine(rounds, quick)],
-        "layers": _layers(layers),
-        "models": _models(steps),
-        "messages": _messages(messages),
-        "scaling": _points(scaling, backend),
-    }.items():
-        text = fill(text, mark, lines)
-    into.write_text(text)
+    write("scaling", _points(scaling, backend))
     print(f"wrote {into}")
 
 

@@ -249,6 +249,7 @@ def serve_mpi(address: str, timeout: float) -> None:
     """Be one rank of a pool that mpiexec started."""
     import tilewise.comm.mpi
 
+    tilewise.comm.mpi.tell_torch()  # a single rank, too
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
     pipe = Connection(connection.detach())

@@ -42,7 +42,7 @@ def details(found: Found, *, time_limit: float = 5.0) -> dict[str, Any]:
         "memory_bytes": found.memory_bytes,
         "devices_per_node": setting.node,
         "network": network(planned, [row.name for row in found.rows]),
-        "prices": prices(formulation, found.solution, found.memory_bytes, time_limit=time_limit),
+        "prices": prices(formulation, found.solution, found.cap, time_limit=time_limit),
         "step": step(formulation, choice),
     }
 
@@ -114,7 +114,7 @@ def _axes(layout: Layout) -> list[list[int]]:
 
 
 def prices(
-    found: Formulation, solution: Solution, cap: int, *, time_limit: float
+    found: Formulation, solution: Solution, cap: int | None, *, time_limit: float
 ) -> dict[str, list[dict[str, Any]]]:
     """Return the cheapest ways to split each layer, with the step that each would have.
 

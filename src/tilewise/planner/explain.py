@@ -60,7 +60,7 @@ def alternatives(
     found: Formulation,
     solution: Solution,
     layer: str,
-    cap: int,
+    cap: int | None,
     *,
     time_limit: float,
 ) -> list[Alternative]:

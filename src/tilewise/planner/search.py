@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from tilewise.planner.machine import Machine, load_machine
 from tilewise.planner.payload import Payload
 from tilewise.planner.rows import Row, rows
 from tilewise.planner.sensitivity import Tried, sensitivity
-from tilewise.planner.solve import Cost, evaluate, frontier, solve
+from tilewise.planner.solve import Cost, InfeasibleError, Solution, evaluate, frontier, solve
 from tilewise.planner.timeline import peak_bytes
 
 UNITS = {"": 1, "B": 1} | {
@@ -76,10 +76,44 @@ class Found:
         base = baselines(formulation, memory_bytes)
         hints = [choice for choice, _ in base.values()]
         self.price_seconds = time.monotonic() - began
-        self.solution = solve(formulation.problem, memory_bytes, time_limit=time_limit, hints=hints)
+        self.cap: int | None = None  # of the sum that the search limits, where it had to
+        self.solution = self._solve(hints)
         self.cost = evaluate(formulation.problem, self.solution.choice)
         self.plan = formulation.plan(self.solution.choice)
         self.baselines = {name: self._priced(*base[name]) for name in NAMES if name in base}
+
+    def _solve(self, hints: Sequence[tuple[int, ...]]) -> Solution:
+        """Find the fastest plan whose peak fits.
+
+        The search limits a sum that is never below the peak. So the fastest plan without any limit
+        comes first, and plans that people use may fit and be faster than all within the sum.
+        """
+        problem, limit = self.formulation.problem, self.time_limit
+        free = solve(problem, time_limit=limit / 2, hints=hints)
+        if peak_bytes(self.formulation, free.choice) <= self.memory_bytes:
+            return free
+        self.cap = self.memory_bytes
+        fitting = [
+            (evaluate(problem, choice).seconds, choice)
+            for choice in hints
+            if peak_bytes(self.formulation, choice) <= self.memory_bytes
+        ]
+        try:
+            left = limit - free.solve_seconds
+            found = solve(problem, self.cap, time_limit=left, hints=[*hints, free.choice])
+        except InfeasibleError:
+            if not fitting:
+                raise
+            found = free
+        else:
+            found = replace(found, solve_seconds=found.solve_seconds + free.solve_seconds)
+            if not fitting or min(fitting)[0] >= found.seconds:
+                return found
+        seconds, choice = min(fitting)
+        gap = seconds / free.bound - 1 if free.bound else inf
+        return replace(
+            found, choice=choice, seconds=seconds, bound=free.bound, optimal=False, gap=gap
+        )
 
     @property
     def step_seconds(self) -> float:
@@ -136,9 +170,7 @@ class Found:
     def explain(self, layer: str, *, time_limit: float | None = None) -> list[Alternative]:
         """Return every way to split a layer with its price when all others re-optimise."""
         limit = self.time_limit if time_limit is None else time_limit
-        return alternatives(
-            self.formulation, self.solution, layer, self.memory_bytes, time_limit=limit
-        )
+        return alternatives(self.formulation, self.solution, layer, self.cap, time_limit=limit)
 
     def frontier(self, points: int = 8) -> list[Priced]:
         """Return plans from the least memory to the fastest, each faster than the one before."""
@@ -152,7 +184,7 @@ class Found:
             sensitivity(
                 self.formulation,
                 self.solution.choice,
-                self.memory_bytes,
+                self.cap,
                 pins=self.pins,
                 time_limit=self.time_limit,
             )

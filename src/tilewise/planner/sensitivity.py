@@ -41,7 +41,7 @@ class Tried:
 def sensitivity(
     found: Formulation,
     choice: tuple[int, ...],
-    cap: int,
+    cap: int | None,
     *,
     pins: Mapping[str, Degrees],
     time_limit: float,
