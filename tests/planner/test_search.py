@@ -114,10 +114,24 @@ def test_less_memory_takes_no_less_time() -> None:
     free = search(graph, devices=4, machine="lassen", time_limit=20.0)
     tight = int(free.cost.peak_bytes * 0.8)
     capped = search(graph, devices=4, machine="lassen", memory=tight, time_limit=20.0)
-    assert capped.cost.peak_bytes <= tight
+    assert capped.peak_bytes <= tight
     assert capped.step_seconds >= free.step_seconds * (1 - 1e-9)
     with pytest.raises(PlanError, match="too small"):
         search(graph, devices=4, machine="lassen", memory=1000, time_limit=20.0)
+
+
+def test_what_counts_is_the_peak_not_the_sum_that_the_search_limits() -> None:
+    graph = graph_of("joined")
+    free = search(graph, devices=4, machine="p100x4", memory=1 << 40)
+    assert free.peak_bytes < free.solution.peak_bytes  # the sum is too careful here
+    again = search(graph, devices=4, machine="p100x4", memory=free.peak_bytes)
+    assert again.plan == free.plan
+    assert again.optimal
+    fitting = [one for one in free.baselines.values() if one.peak_bytes < free.peak_bytes]
+    tight = search(graph, devices=4, machine="p100x4", memory=free.peak_bytes - 1)
+    for one in fitting:
+        assert tight.step_seconds <= one.step_seconds * (1 + 1e-9)
+    assert tight.peak_bytes < free.peak_bytes
 
 
 @pytest.mark.parametrize(
