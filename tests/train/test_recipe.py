@@ -20,7 +20,7 @@ WRONG = {
     "lr=1e-3": ["there is no key lr", "did you mean train.lr?"],
     "train.batch=0": ["train.batch (=0)", "greater than or equal to 1"],
     "train.batch='8'": ["train.batch (='8')", "valid integer"],
-    "train.accumulate=3": ["batch (=8) must be a multiple of accumulate (=3)"],
+    "train.accumulate=3": ["batch (=16) must be a multiple of accumulate (=3)"],
     "train.loss=mes": ["'mes' must be one of mse, mae", "did you mean 'mse'?"],
     "train.stop={metrc='mse'}": ["did you mean train.stop.metric?"],
     "metrics.names=['dise']": ["metrics.names", "did you mean 'dice'?"],
