@@ -23,10 +23,11 @@ from tilewise.cli.app import app
 
 FOLDER = Path("runs") / "demo"
 SET = FOLDER / "volumes"
-EPOCHS, COUNT, BATCH = 6, 160, 8
+EPOCHS, COUNT, BATCH, SIZE = 4, 160, 8, 64
 RECIPE = [
     f"data.path={SET}", f"data.make.count={COUNT}", "data.shares=[0.8,0.2]",
-    f"train.epochs={EPOCHS}", f"train.batch={BATCH}", "schedule.kind=constant",
+    f"data.make.size={SIZE}", f"model.args.size={SIZE}", f"train.epochs={EPOCHS}",
+    f"train.batch={BATCH}", "train.lr=1e-3", "schedule.kind=constant",
     "metrics.names=['mse']",
 ]  # fmt: skip
 RANKS = 2
@@ -108,7 +109,7 @@ def compare(
         median(r["seconds"] for r in some[5:]) for some in (other, mine[:half], mine[half:])
     )
     trivial = read(SET / "set.json")["baseline"]["mse"]
-    table = Table(title=f"CosmoFlow, {len(mine)} steps of {BATCH} volumes of 32³")
+    table = Table(title=f"CosmoFlow, {len(mine)} steps of {BATCH} volumes of {SIZE}³")
     for column in ("", "one rank", f"{RANKS} ranks"):
         table.add_column(column, justify="right" if column else "left")
     summaries = [read(run / "summary.json") for run in (alone, split)]

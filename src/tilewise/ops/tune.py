@@ -144,16 +144,14 @@ def _leaves_onednn(conv: LocalConv, x: Tensor, weight: Tensor) -> bool:
     slabs = [(x if halo is None else halo.shaped(x), conv.padding)]
     if halo is not None and halo.thin is not None:
         slabs.append((x, halo.inner_padding))
-    return any(
-        "Mkldnn"
-        not in str(
-            torch._C._select_conv_backend(
-                slab, weight, None, spec.stride, padding, spec.dilation, False, [0] * spec.ndim,
-                conv.groups,
-            )
+    backends = [
+        torch._C._select_conv_backend(
+            slab, weight, None, spec.stride, padding, spec.dilation, False, [0] * spec.ndim,
+            conv.groups,
         )
         for slab, padding in slabs
-    )  # fmt: skip
+    ]  # fmt: skip
+    return any("Mkldnn" not in str(backend) for backend in backends)
 
 
 def _onednn() -> bool:

@@ -58,9 +58,11 @@ class Priced:
 class Found:
     """The best plan that was found, and what else there is to know about it.
 
-    `optimal` is whether no candidate plan is faster, `gap` by how much one might be. Of the time
-    that it took, `price_seconds` went by before the search: all candidates and moves were priced,
-    and plans that people use. `solve_seconds` is the search itself; `time_limit` bounds it alone.
+    `optimal` is whether no candidate plan is faster, `gap` by how much one might be; under a limit
+    that the fastest of all does not keep, of the plans within the sum that the search limits. Of
+    the time that it took, `price_seconds` went by before the search: all candidates and moves were
+    priced, and plans that people use. `solve_seconds` is the search itself; `time_limit` bounds it
+    alone.
     """
 
     def __init__(
