@@ -1,15 +1,16 @@
-"""The last word on a plan: the best ones by prediction run for real, in turn.
+"""The last word on a plan: those that may be the fastest run for real, in turn.
 
 What is predicted from single calls does not know how ranks that wait for each other share their
-cores and memory in a whole step. So a few plans that come close to the best prediction each run
-some steps, under the caller's autocast, and the fastest one is taken. It is kept on disk for the
-next time.
+cores and memory in a whole step. So plans that are not hopeless by prediction each run some steps,
+under the caller's autocast; those that fall behind leave, and the others run again. What was
+measured is kept on disk for the next time.
 """
 
 from __future__ import annotations
 
 import gc
 import hashlib
+import json
 import time
 from collections.abc import Callable, Generator, Sequence
 from math import inf, isfinite
@@ -32,11 +33,11 @@ from tilewise.plan import Plan
 from tilewise.planner.candidates import all_degrees
 from tilewise.planner.search import Found
 
-CLOSE = 1.6  # how many times the best prediction's time a plan may be predicted to take
-PLANS = 6
-ROUNDS = 3
+HOPELESS = 2.5  # how many times the best prediction's time a plan may be predicted to take
+BEHIND = 1.2  # how many times the fastest one's time a plan may take to run again
+ROUNDS = 4
 STEPS = 3
-SECONDS = 60.0  # after which no further round begins
+SECONDS = 60.0  # after which no further plan runs for the first time, and no round begins
 
 
 def uniform_plans(found: Found) -> dict[str, Plan]:
@@ -49,50 +50,54 @@ def uniform_plans(found: Found) -> dict[str, Plan]:
     return plans
 
 
-def finalists(found: Found) -> list[Plan]:
-    """Return the plan that was found, and those in common use that come close and fit."""
+def contenders(found: Found) -> list[Plan]:
+    """Return the plan that was found, and those in common use that fit, best prediction first."""
     usual = [*uniform_plans(found).values(), *(one.plan for one in found.baselines.values())]
     others = {plan.to_json(): plan for plan in usual}
     others.pop(found.plan.to_json(), None)
     seconds = {text: found.seconds(plan) for text, plan in others.items()}
-    close = [found.plan]
-    for text in sorted(seconds, key=seconds.__getitem__):
-        if len(close) == PLANS or seconds[text] > CLOSE * found.step_seconds:
-            break
-        if found.price(others[text]).fits:
-            close.append(others[text])
-    return close
+    near = [text for text in others if seconds[text] <= HOPELESS * found.step_seconds]
+    fitting = [text for text in near if found.price(others[text]).fits]
+    return [found.plan, *(others[text] for text in sorted(fitting, key=seconds.__getitem__))]
 
 
-def fastest(
+def race(
     mesh: Mesh,
     model: nn.Module,
     graph: Graph,
     plans: Sequence[Plan],
     device: torch.device,
     backend: str,
-) -> Generator[str, None, Plan]:
-    """Return the plan whose steps are the fastest, known or measured now; yields what runs."""
+) -> Generator[str, None, list[float]]:
+    """Return the seconds of a step under each plan, known or measured now; yields what runs.
+
+    Infinite for those that did not run: the model refused, or time was up.
+    """
     path = _kept_in(mesh, backend)
     key = f"{head(mesh, device)} {_digest(model, graph, plans)}"
-    known = tell(mesh, str(load(path).get(key, "")) if mesh.rank == 0 else None)
-    if known:
-        return plans[int(known)]
+    known = tell(mesh, json.dumps(load(path).get(key, [])) if mesh.rank == 0 else None)
+    if found := json.loads(known):
+        return [inf if one is None else float(one) for one in found]
     times: list[list[float]] = [[] for _ in plans]
+    left = list(range(len(plans)))
     began = time.monotonic()
     trial = Mesh(mesh.world_ranks)  # so that what only a plan that loses needs is closed again
     for number in range(1, ROUNDS + 1):
-        for index, (plan, seconds) in enumerate(zip(plans, times), start=1):
-            yield f"plans: {index} of {len(plans)}, round {number} of {ROUNDS}"
-            seconds.append(step_seconds(trial, model, graph, plan, device))
-        if slowest(mesh, [time.monotonic() - began])[0] > SECONDS:
+        for place, index in enumerate(left, start=1):
+            yield f"plans: {place} of {len(left)}, round {number}"
+            times[index].append(step_seconds(trial, model, graph, plans[index], device))
+            late = slowest(mesh, [time.monotonic() - began])[0] > SECONDS
+            if late and number == 1:
+                break
+        best = min(median(seconds) for seconds in times if seconds)
+        left = [i for i in left if times[i] and median(times[i]) <= BEHIND * best]
+        if late or len(left) < 2:
             break
     trial.close()
-    middles = [median(seconds) for seconds in times]
-    best = min(range(len(plans)), key=middles.__getitem__)
-    if mesh.rank == 0 and isfinite(middles[best]):
-        store(path, {key: best})
-    return plans[best]
+    middles = [median(seconds) if seconds else inf for seconds in times]
+    if mesh.rank == 0 and isfinite(min(middles)):
+        store(path, {key: [one if isfinite(one) else None for one in middles]})
+    return middles
 
 
 def step_seconds(

@@ -18,7 +18,7 @@ from torch import nn
 
 from tilewise.auto.calibrate import CONDITIONS, Measured, calibrate, conditions, machine_of
 from tilewise.auto.calls import time_calls, worth_measuring
-from tilewise.auto.finals import fastest, finalists
+from tilewise.auto.finals import contenders, race
 from tilewise.auto.tell import hosts, tell, told
 from tilewise.comm import Mesh
 from tilewise.comm.pool import exhausted
@@ -33,6 +33,7 @@ from tilewise.planner.cost import Setting
 from tilewise.planner.formulate import formulate
 from tilewise.planner.machine import Machine, MachineError, load_machine, local_path
 from tilewise.planner.search import Found, search
+from tilewise.planner.solve import InfeasibleError
 
 AUTO = "auto"
 TIME_LIMIT = 20.0
@@ -115,18 +116,21 @@ def auto_plan(
     Yields what is being measured.
     """
     device = device_of(model)
-    found = yield from auto_search(graph, mesh, memory=memory, optimizer=optimizer, device=device)
+    found = yield from auto_search(
+        graph, mesh, memory=memory, optimizer=optimizer, device=device,
+        recompute="recompute" not in (options or {}),
+    )  # fmt: skip
 
     def listed() -> str:
         assert found is not None
-        return json.dumps([one.to_json() for one in finalists(found)])
+        return json.dumps([one.to_json() for one in contenders(found)])
 
     texts = json.loads(told(mesh, listed))
     plans = [replace(Plan.from_json(text), **(options or {})) for text in texts]
     if model is None or on_meta(model) or len(plans) == 1:
         return plans[0], found
-    chosen = yield from fastest(mesh, model, graph, plans, device, _backend())
-    return chosen, found
+    seconds = yield from race(mesh, model, graph, plans, device, _backend())
+    return plans[seconds.index(min(seconds))], found
 
 
 def auto_search(
@@ -136,10 +140,11 @@ def auto_search(
     memory: str | int | None = None,
     optimizer: str = "adam",
     device: torch.device | None = None,
+    recompute: bool = True,
 ) -> Generator[str, None, Found | None]:
     """Measure what is not known yet and search; rank 0 gets what was found, the others None.
 
-    Yields what is being measured.
+    Yields what is being measured. Where memory is short, layers may be computed again.
     """
     device = torch.device("cpu") if device is None else device
     backend = _backend()
@@ -167,16 +172,26 @@ def auto_search(
     machine = machine.model_copy(update={"call_times": times})
     found: list[Found] = []
 
-    def find() -> str:
-        found.append(
-            search(
-                graph, devices=mesh.size, machine=machine, memory=memory, optimizer=optimizer,
-                dtype=dtype, time_limit=TIME_LIMIT,
-            )
+    def find(again: bool) -> Found:
+        return search(
+            graph, devices=mesh.size, machine=machine, memory=memory, optimizer=optimizer,
+            dtype=dtype, time_limit=TIME_LIMIT, recompute=again,
         )  # fmt: skip
+
+    def best() -> str:
+        short = recompute
+        try:
+            found.append(find(False))
+            short = recompute and found[0].cap is not None
+        except InfeasibleError:
+            if not recompute:
+                raise
+        if short:
+            found.append(find(True))
+        found.sort(key=lambda one: one.step_seconds)
         return ""
 
-    told(mesh, find)
+    told(mesh, best)
     return found[0] if found else None
 
 
