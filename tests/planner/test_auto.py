@@ -21,10 +21,12 @@ from measured_here import keep_rates, rates_here
 from tilewise import Graph, Mesh, Plan, capture
 from tilewise.auto import calls as timing
 from tilewise.auto import finals
+from tilewise.auto import plan as auto_plans
 from tilewise.auto.calibrate import conditions
 from tilewise.auto.plan import auto_search, fits_here, read_plan
 from tilewise.auto.tell import hosts, tell
 from tilewise.cli import calibrate as command
+from tilewise.comm.pool import exhausted
 from tilewise.errors import PlanError
 from tilewise.ops.kept import load, own_version
 from tilewise.planner.calls import SplitCall
@@ -184,6 +186,7 @@ def try_plans(
         mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}),
         mock.patch.object(finals, "step_seconds", pretend),
         mock.patch.multiple(finals, HOPELESS=1e9, SECONDS=limit),
+        mock.patch.object(auto_plans, "TURNS", 1),
     ):
         return seen, splits(read_plan(graph(), "auto", mesh, model=net()))
 
@@ -209,6 +212,38 @@ def test_a_race_ends_in_time(folder: str) -> None:
         assert tried == [chosen]
 
 
+def learn(mesh: Mesh, folder: str) -> tuple[list[str], str, str]:
+    """Let moves between layers take very long; returns the first and the last plan of all tried."""
+    seen: list[str] = []
+
+    def pretend(mesh: Mesh, model: Any, graph: Graph, plan: Plan, device: Any) -> float:
+        seen.append(plan.to_json())
+        return 1.0 + 0.5 * (len({str(degrees) for degrees in plan.layers.values()}) > 1)
+
+    with (
+        mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}),
+        mock.patch.object(finals, "step_seconds", pretend),
+        mock.patch.object(finals, "HOPELESS", 1e9),
+    ):
+        searching = auto_plans.auto_plan(graph(), mesh, model=net())
+        chosen, found = exhausted(searching, lambda _: None)
+        kept = auto_plans.read_plan(graph(), "auto", mesh, model=net())
+    assert kept == chosen
+    step = None if found is None else found.machine.whole_step
+    return seen, chosen.to_json(), "" if step is None else f"{step.layers} {step.moves}"
+
+
+def test_steps_that_ran_teach_what_others_take(folder: str) -> None:
+    """All take a second or more, as they never do: the factors say so, and no plan runs twice."""
+    (tried, chosen, factors), (tried_too, chosen_too, _) = ranks(2, learn, folder)
+    assert tried == tried_too
+    assert chosen == chosen_too
+    assert chosen in tried
+    layers, moves = map(float, factors.split())
+    assert layers > 1.0
+    assert moves >= 1.0
+
+
 def try_options(mesh: Mesh, folder: str) -> list[tuple[tuple[str, ...], torch.dtype | None]]:
     """Return how plans are tried that are to recompute under autocast, and then without."""
     seen: list[tuple[tuple[str, ...], torch.dtype | None]] = []
@@ -223,6 +258,7 @@ def try_options(mesh: Mesh, folder: str) -> list[tuple[tuple[str, ...], torch.dt
         mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}),
         mock.patch.object(finals, "step_seconds", pretend),
         mock.patch.multiple(finals, HOPELESS=1e9, SECONDS=-1.0),
+        mock.patch.object(auto_plans, "TURNS", 1),
     ):
         for casts in (True, False):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=casts):

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 import torch
@@ -34,9 +35,11 @@ from tilewise.planner.formulate import formulate
 from tilewise.planner.machine import Machine, MachineError, load_machine, local_path
 from tilewise.planner.search import Found, search
 from tilewise.planner.solve import InfeasibleError
+from tilewise.planner.whole import Parts, fit_step
 
 AUTO = "auto"
 TIME_LIMIT = 20.0
+TURNS = 4  # of running plans and learning from it
 
 
 def parallelize(
@@ -111,26 +114,48 @@ def auto_plan(
     model: nn.Module | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Generator[str, None, tuple[Plan, Found | None]]:
-    """Search, and try the best plans on the model; returns the plan, and on rank 0 what was found.
+    """Search, and try plans on the model; returns the fastest, and on rank 0 what was found.
 
-    Yields what is being measured.
+    The plan that was found and those in common use run first. If another one is predicted to be the
+    fastest with what their steps have taught, it runs too. Yields what is being measured.
     """
     device = device_of(model)
     found = yield from auto_search(
         graph, mesh, memory=memory, optimizer=optimizer, device=device,
         recompute="recompute" not in (options or {}),
     )  # fmt: skip
+    first, ran, chosen = found, dict[str, float](), ""
 
-    def listed() -> str:
-        assert found is not None
-        return json.dumps([one.to_json() for one in contenders(found)])
+    def next_up() -> str:
+        nonlocal found
+        assert first is not None
+        if not ran:
+            return json.dumps([one.to_json() for one in contenders(first)])
+        found = _learned(first, ran)
+        new = found.plan.to_json()
+        return json.dumps([chosen] if new in ran else [chosen, new])
 
-    texts = json.loads(told(mesh, listed))
-    plans = [replace(Plan.from_json(text), **(options or {})) for text in texts]
-    if model is None or on_meta(model) or len(plans) == 1:
-        return plans[0], found
-    seconds = yield from race(mesh, model, graph, plans, device, _backend())
-    return plans[seconds.index(min(seconds))], found
+    for _ in range(TURNS):
+        texts = json.loads(told(mesh, next_up))
+        chosen = chosen or texts[0]
+        if model is None or on_meta(model) or len(texts) == 1:
+            break
+        plans = [replace(Plan.from_json(text), **(options or {})) for text in texts]
+        seconds = yield from race(mesh, model, graph, plans, device, _backend())
+        ran.update(zip(texts, seconds))
+        chosen = texts[seconds.index(min(seconds))]
+    return replace(Plan.from_json(chosen), **(options or {})), found
+
+
+def _learned(found: Found, ran: Mapping[str, float]) -> Found:
+    """Search again with what whole steps under some plans have taken."""
+    known = {text: seconds for text, seconds in ran.items() if isfinite(seconds)}
+    if not known:
+        return found
+    formulation = found.formulation
+    steps = [Parts.of(formulation, formulation.choice(Plan.from_json(text))) for text in known]
+    step = fit_step(steps, list(known.values()))
+    return found.on(found.machine.model_copy(update={"whole_step": step}))
 
 
 def auto_search(

@@ -21,7 +21,7 @@ from tilewise.graph.graph import Node, Value
 from tilewise.graph.sync import BUCKET_BYTES
 from tilewise.planner.candidates import LETTERS
 from tilewise.planner.forms import Form, Swap
-from tilewise.planner.machine import Machine
+from tilewise.planner.machine import Machine, WholeStep
 from tilewise.planner.price import link_s, sum_s
 
 Floats = NDArray[np.float64]
@@ -107,6 +107,14 @@ class NodeCost:
     def inner_bytes(self) -> Floats:
         """Bytes kept only while the call's stretch is computed again and its backward runs."""
         return self.again * (self.saved_bytes + self.later_bytes)
+
+    def stretch(self, step: WholeStep) -> None:
+        """Let all seconds be those within a step."""
+        for name in ("compute", "halo", "exchange"):
+            for direction in ("forward", "backward"):
+                getattr(self, f"{name}_{direction}")[:] *= step.layers
+        self.optimizer *= step.layers
+        self.sync *= step.sums
 
     def take(self, rows: Ints | int) -> NodeCost:
         """Return the cost of some candidates."""

@@ -144,6 +144,8 @@ def formulate(
     some.candidates = [one.twice() if stretch else one for one, stretch in both]
     found = Formulation(graph, setting, some)
     _Walk(found, texts, with_calls).run()
+    for cost in found.costs.values():
+        cost.stretch(setting.machine.whole_step)
     found.problem = _problem(found)
     return found
 
@@ -474,6 +476,8 @@ class MoveCosts:
             forward, backward = found.forward, found.backward
         else:
             forward, backward = (table[np.ix_(rows, columns)] for table in self._whole)
+        within = self.setting.machine.whole_step.moves
+        forward, backward = within * forward, within * backward
         if again.any():
             backward = backward + again * forward
         held = np.where((forward > 0) | (gone[:, None] > 0), self.held[columns], 0.0)

@@ -160,6 +160,14 @@ class Found:
         """Return all that a plan sends, counted on the planned program."""
         return Payload(self.planned(plan), plan, node=self.machine.devices_per_node)
 
+    def on(self, machine: Machine) -> Found:
+        """Search the same again on another machine."""
+        old, began = self.formulation, time.monotonic()
+        setting = replace(old.setting, machine=machine)
+        again = any(old.choices.stretches)
+        found = formulate(old.graph, setting, pins=self.pins, recompute=again)
+        return Found(found, self.memory_bytes, self.time_limit, self.pins, began)
+
     def price(self, plan: Plan) -> Priced:
         """Price another plan of the same model for the same machine."""
         choice = self.formulation.choice(plan)
