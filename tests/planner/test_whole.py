@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 from measured_here import rates_here
 from tilewise import capture
-from tilewise.planner.machine import WholeStep
+from tilewise.planner.cost import WholeStep
 from tilewise.planner.search import Found, search
 from tilewise.planner.solve import evaluate
 from tilewise.planner.whole import Parts, fit_step
@@ -43,11 +44,12 @@ def test_what_no_step_tells_stays_as_it_was() -> None:
 def found() -> Found:
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
     graph = capture(net, (torch.zeros(4, 3, 12, 12),))
-    return search(graph, devices=2, machine=rates_here(2))
+    machine = rates_here(2).model_copy(update={"overlap_sums": 0.5})
+    return search(graph, devices=2, machine=machine, recompute=True)
 
 
 def test_all_that_is_priced_has_the_factors(found: Found) -> None:
-    other = found.on(found.machine.model_copy(update={"whole_step": STEP}))
+    other = found.within(STEP, [found.plan])
     draw = np.random.default_rng(1)
     moving = 0
     for _ in range(50):
@@ -61,3 +63,16 @@ def test_all_that_is_priced_has_the_factors(found: Found) -> None:
             evaluate(other.formulation.problem, choice).seconds
         )
     assert moving
+
+
+def test_a_fit_is_never_worse_than_none() -> None:
+    draw = np.random.default_rng(2)
+    for _ in range(100):
+        some = [Parts(*draw.uniform(0.0, 1.0, 5).tolist(), hidden=draw.random()) for _ in range(3)]
+        seconds = [one.seconds(WholeStep()) * draw.uniform(0.5, 2.0) for one in some]
+        fitted = fit_step(some, seconds)
+
+        def off(step: WholeStep, some: Any = some, seconds: Any = seconds) -> float:
+            return sum((one.seconds(step) / t - 1) ** 2 for one, t in zip(some, seconds))
+
+        assert off(fitted) <= off(WholeStep())

@@ -13,6 +13,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from math import inf, isfinite
 from pathlib import Path
 from statistics import median
@@ -34,10 +35,18 @@ from tilewise.planner.candidates import all_degrees
 from tilewise.planner.search import Found
 
 HOPELESS = 2.5  # how many times the best prediction's time a plan may be predicted to take
+MOST = 24  # plans that run
 BEHIND = 1.2  # how many times the fastest one's time a plan may take to run again
 ROUNDS = 4
 STEPS = 3
 SECONDS = 60.0  # after which no further plan runs for the first time, and no round begins
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+    "rmsprop": torch.optim.RMSprop,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
 
 
 def uniform_plans(found: Found) -> dict[str, Plan]:
@@ -56,9 +65,13 @@ def contenders(found: Found) -> list[Plan]:
     others = {plan.to_json(): plan for plan in usual}
     others.pop(found.plan.to_json(), None)
     seconds = {text: found.seconds(plan) for text, plan in others.items()}
-    near = [text for text in others if seconds[text] <= HOPELESS * found.step_seconds]
-    fitting = [text for text in near if found.price(others[text]).fits]
-    return [found.plan, *(others[text] for text in sorted(fitting, key=seconds.__getitem__))]
+    close = [found.plan]
+    for text in sorted(seconds, key=seconds.__getitem__):
+        if len(close) == MOST or seconds[text] > HOPELESS * found.step_seconds:
+            break
+        if found.price(others[text]).fits:
+            close.append(others[text])
+    return close
 
 
 def race(
@@ -68,16 +81,17 @@ def race(
     plans: Sequence[Plan],
     device: torch.device,
     backend: str,
+    optimizer: str,
 ) -> Generator[str, None, list[float]]:
     """Return the seconds of a step under each plan, known or measured now; yields what runs.
 
     Infinite for those that did not run: the model refused, or time was up.
     """
     path = _kept_in(mesh, backend)
-    key = f"{head(mesh, device)} {_digest(model, graph, plans)}"
-    known = tell(mesh, json.dumps(load(path).get(key, [])) if mesh.rank == 0 else None)
-    if found := json.loads(known):
-        return [inf if one is None else float(one) for one in found]
+    key = f"{head(mesh, device)} {_digest(model, graph, plans)} {optimizer}"
+    known = json.loads(tell(mesh, json.dumps(load(path).get(key)) if mesh.rank == 0 else None))
+    if isinstance(known, list) and len(known) == len(plans):
+        return [inf if one is None else float(one) for one in known]
     times: list[list[float]] = [[] for _ in plans]
     left = list(range(len(plans)))
     began = time.monotonic()
@@ -85,13 +99,13 @@ def race(
     for number in range(1, ROUNDS + 1):
         for place, index in enumerate(left, start=1):
             yield f"plans: {place} of {len(left)}, round {number}"
-            times[index].append(step_seconds(trial, model, graph, plans[index], device))
+            times[index].append(step_seconds(trial, model, graph, plans[index], device, optimizer))
             late = slowest(mesh, [time.monotonic() - began])[0] > SECONDS
-            if late and number == 1:
+            if late and number == 1 and place > 1:
                 break
         best = min(median(seconds) for seconds in times if seconds)
         left = [i for i in left if times[i] and median(times[i]) <= BEHIND * best]
-        if late or len(left) < 2:
+        if late or len(left) < 2 or not isfinite(best):
             break
     trial.close()
     middles = [median(seconds) if seconds else inf for seconds in times]
@@ -101,13 +115,20 @@ def race(
 
 
 def step_seconds(
-    mesh: Mesh, model: nn.Module, graph: Graph, plan: Plan, device: torch.device
+    mesh: Mesh,
+    model: nn.Module,
+    graph: Graph,
+    plan: Plan,
+    device: torch.device,
+    optimizer: str = "momentum",
 ) -> float:
     """Return the seconds of a training step on the slowest rank, after a first one that tunes.
 
     Infinite where the model refuses what is drawn for it. The model itself stays as it is.
     """
-    step = _step(mesh, ParallelModel(model, graph, plan, mesh).train(), graph, device)
+    split = ParallelModel(model, graph, plan, mesh).train()
+    step = _step(mesh, split, graph, device, optimizer)
+    del split
     times = []
     try:
         step()
@@ -125,7 +146,7 @@ def step_seconds(
 
 
 def _step(
-    mesh: Mesh, split: ParallelModel, graph: Graph, device: torch.device
+    mesh: Mesh, split: ParallelModel, graph: Graph, device: torch.device, optimizer: str
 ) -> Callable[[], None]:
     """Return a step on drawn slabs, put together as the example inputs are."""
     values = [value for value in graph.training.inputs if value.origin == "input"]
@@ -139,7 +160,7 @@ def _step(
     slabs = tree_map_only(Tensor, lambda _: next(drawing), examples)
     call = split if graph.loss is None else split.loss
     parameters = list(split.parameters())
-    optimizer = torch.optim.SGD(parameters, lr=1e-6, momentum=0.9) if parameters else None
+    updates = OPTIMIZERS[optimizer](parameters, lr=1e-6) if parameters else None
 
     def step() -> None:
         split.zero_grad()
@@ -148,8 +169,8 @@ def _step(
         ]
         with no_autocast():
             torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
-        if optimizer is not None:
-            optimizer.step()
+        if updates is not None:
+            updates.step()
 
     return step
 

@@ -133,29 +133,28 @@ def auto_plan(
             return json.dumps([one.to_json() for one in contenders(first)])
         found = _learned(first, ran)
         new = found.plan.to_json()
-        return json.dumps([chosen] if new in ran else [chosen, new])
+        return json.dumps([chosen] if new in ran else [new, chosen])
 
     for _ in range(TURNS):
         texts = json.loads(told(mesh, next_up))
         chosen = chosen or texts[0]
         if model is None or on_meta(model) or len(texts) == 1:
-            break
+            break  # nothing to run, or nothing new
         plans = [replace(Plan.from_json(text), **(options or {})) for text in texts]
-        seconds = yield from race(mesh, model, graph, plans, device, _backend())
-        ran.update(zip(texts, seconds))
+        seconds = yield from race(mesh, model, graph, plans, device, _backend(), optimizer)
+        ran.update({text: one for text, one in zip(texts, seconds) if isfinite(one)})
         chosen = texts[seconds.index(min(seconds))]
+        if not ran:
+            break  # the model refuses what is drawn for it
     return replace(Plan.from_json(chosen), **(options or {})), found
 
 
 def _learned(found: Found, ran: Mapping[str, float]) -> Found:
     """Search again with what whole steps under some plans have taken."""
-    known = {text: seconds for text, seconds in ran.items() if isfinite(seconds)}
-    if not known:
-        return found
     formulation = found.formulation
-    steps = [Parts.of(formulation, formulation.choice(Plan.from_json(text))) for text in known]
-    step = fit_step(steps, list(known.values()))
-    return found.on(found.machine.model_copy(update={"whole_step": step}))
+    plans = [Plan.from_json(text) for text in ran]
+    steps = [Parts.of(formulation, formulation.choice(plan)) for plan in plans]
+    return found.within(fit_step(steps, list(ran.values())), plans)
 
 
 def auto_search(
@@ -197,27 +196,24 @@ def auto_search(
     machine = machine.model_copy(update={"call_times": times})
     found: list[Found] = []
 
-    def find(again: bool) -> Found:
-        return search(
-            graph, devices=mesh.size, machine=machine, memory=memory, optimizer=optimizer,
-            dtype=dtype, time_limit=TIME_LIMIT, recompute=again,
-        )  # fmt: skip
-
-    def best() -> str:
-        short = recompute
+    def find(again: bool) -> str:
         try:
-            found.append(find(False))
-            short = recompute and found[0].cap is not None
+            found.append(
+                search(
+                    graph, devices=mesh.size, machine=machine, memory=memory, optimizer=optimizer,
+                    dtype=dtype, time_limit=TIME_LIMIT, recompute=again,
+                )
+            )  # fmt: skip
         except InfeasibleError:
-            if not recompute:
+            if again and found:
+                return ""  # what was found is what there is
+            if again or not recompute:
                 raise
-        if short:
-            found.append(find(True))
-        found.sort(key=lambda one: one.step_seconds)
-        return ""
+        return "" if found and found[0].cap is None else "short"
 
-    told(mesh, best)
-    return found[0] if found else None
+    if told(mesh, lambda: find(again=False)) and recompute:
+        told(mesh, lambda: find(again=True))
+    return min(found, key=lambda one: one.step_seconds, default=None)
 
 
 def local_machine(mesh: Mesh, backend: str) -> Generator[str, None, Machine]:

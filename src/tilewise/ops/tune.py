@@ -166,7 +166,7 @@ def _onednn() -> bool:
 def _times(phase: Callable[[Way], None], ways: list[Way], x: Tensor) -> dict[Way, float]:
     """Return the shortest of a few runs of each way, in seconds, taken in turn.
 
-    The first run prepares what later ones use. Those that fall behind then are left out.
+    The first run prepares what later ones use. Those that are behind after two more are left out.
     """
     best = dict.fromkeys(ways, inf)
     left = ways
@@ -178,10 +178,10 @@ def _times(phase: Callable[[Way], None], ways: list[Way], x: Tensor) -> dict[Way
             settle(x)
             best[way] = min(best[way], time.perf_counter() - began)
         fastest = min(best.values())
-        if number:
+        if number > 1:
             left = [way for way in left if best[way] <= BEHIND * fastest]
-            if len(left) == 1 or fastest > LONG:
-                break
+        if number and (len(left) < 2 <= len(ways) or fastest > LONG):
+            break
     return best
 
 

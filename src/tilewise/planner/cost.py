@@ -21,7 +21,7 @@ from tilewise.graph.graph import Node, Value
 from tilewise.graph.sync import BUCKET_BYTES
 from tilewise.planner.candidates import LETTERS
 from tilewise.planner.forms import Form, Swap
-from tilewise.planner.machine import Machine, WholeStep
+from tilewise.planner.machine import Machine
 from tilewise.planner.price import link_s, sum_s
 
 Floats = NDArray[np.float64]
@@ -108,11 +108,14 @@ class NodeCost:
         """Bytes kept only while the call's stretch is computed again and its backward runs."""
         return self.again * (self.saved_bytes + self.later_bytes)
 
-    def stretch(self, step: WholeStep) -> None:
+    def scale(self, step: WholeStep) -> None:
         """Let all seconds be those within a step."""
-        for name in ("compute", "halo", "exchange"):
-            for direction in ("forward", "backward"):
-                getattr(self, f"{name}_{direction}")[:] *= step.layers
+        self.compute_forward *= step.layers
+        self.compute_backward *= step.layers
+        self.halo_forward *= step.layers
+        self.halo_backward *= step.layers
+        self.exchange_forward *= step.layers
+        self.exchange_backward *= step.layers
         self.optimizer *= step.layers
         self.sync *= step.sums
 
@@ -127,6 +130,19 @@ def bare(halo: Floats, compute: Floats, overlap: float) -> Floats:
 
 
 @dataclass(frozen=True)
+class WholeStep:
+    """How many times as long as by themselves parts of a step take within one.
+
+    `layers` are calls with their own messages, and the optimizer; `moves` bring tensors from one
+    layer to the next; `sums` are those of gradients.
+    """
+
+    layers: float = 1.0
+    moves: float = 1.0
+    sums: float = 1.0
+
+
+@dataclass(frozen=True)
 class Setting:
     """What a cost depends on besides the layer; gradients are summed in buckets of some bytes."""
 
@@ -136,6 +152,7 @@ class Setting:
     itemsize: int
     optimizer: str
     bucket_bytes: int = BUCKET_BYTES
+    step: WholeStep = WholeStep()
 
     def __post_init__(self) -> None:
         if self.optimizer not in STATES:

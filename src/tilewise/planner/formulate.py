@@ -145,7 +145,7 @@ def formulate(
     found = Formulation(graph, setting, some)
     _Walk(found, texts, with_calls).run()
     for cost in found.costs.values():
-        cost.stretch(setting.machine.whole_step)
+        cost.scale(setting.step)
     found.problem = _problem(found)
     return found
 
@@ -476,7 +476,7 @@ class MoveCosts:
             forward, backward = found.forward, found.backward
         else:
             forward, backward = (table[np.ix_(rows, columns)] for table in self._whole)
-        within = self.setting.machine.whole_step.moves
+        within = self.setting.step.moves
         forward, backward = within * forward, within * backward
         if again.any():
             backward = backward + again * forward

@@ -137,18 +137,6 @@ class CallTime(_Part):
     backward_s: NotNegative
 
 
-class WholeStep(_Part):
-    """How many times as long as by themselves parts of a step take within one.
-
-    `layers` are calls with their own messages, `moves` bring tensors from one to the next, `sums`
-    are those of gradients.
-    """
-
-    layers: Positive = 1.0
-    moves: Positive = 1.0
-    sums: Positive = 1.0
-
-
 class Machine(_Part):
     """Devices, their memory and rates, and the links between them.
 
@@ -174,7 +162,6 @@ class Machine(_Part):
     overlap_sums: Annotated[float, Field(ge=0, le=1)] = 1.0
     layer_times: tuple[LayerTime, ...] = ()
     call_times: tuple[CallTime, ...] = ()
-    whole_step: WholeStep = WholeStep()
     fit_errors: dict[str, float] = Field(default_factory=dict)
 
     def rates(self, dtype: str) -> Compute:

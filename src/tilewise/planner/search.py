@@ -24,7 +24,7 @@ from tilewise.layout import Degrees
 from tilewise.ops.draws import Draws
 from tilewise.plan import Plan
 from tilewise.planner.baselines import NAMES, baselines
-from tilewise.planner.cost import Setting
+from tilewise.planner.cost import Setting, WholeStep
 from tilewise.planner.explain import Alternative, alternatives
 from tilewise.planner.formulate import Formulation, formulate
 from tilewise.planner.machine import Machine, load_machine
@@ -72,11 +72,12 @@ class Found:
         time_limit: float,
         pins: Mapping[str, Degrees],
         began: float,
+        hints: Sequence[tuple[int, ...]] = (),
     ) -> None:
         self.formulation, self.memory_bytes = formulation, memory_bytes
         self.time_limit, self.pins = time_limit, pins
         base = baselines(formulation, memory_bytes)
-        hints = [choice for choice, _ in base.values()]
+        hints = [*hints, *(choice for choice, _ in base.values())]
         self.price_seconds = time.monotonic() - began
         self.cap: int | None = None  # of the sum that the search limits, where it had to
         self.solution = self._solve(hints)
@@ -160,13 +161,14 @@ class Found:
         """Return all that a plan sends, counted on the planned program."""
         return Payload(self.planned(plan), plan, node=self.machine.devices_per_node)
 
-    def on(self, machine: Machine) -> Found:
-        """Search the same again on another machine."""
+    def within(self, step: WholeStep, known: Sequence[Plan]) -> Found:
+        """Search again with what parts take within a whole step, beginning with known plans."""
         old, began = self.formulation, time.monotonic()
-        setting = replace(old.setting, machine=machine)
         again = any(old.choices.stretches)
+        setting = replace(old.setting, step=step)
         found = formulate(old.graph, setting, pins=self.pins, recompute=again)
-        return Found(found, self.memory_bytes, self.time_limit, self.pins, began)
+        hints = [found.choice(plan) for plan in known]
+        return Found(found, self.memory_bytes, self.time_limit, self.pins, began, hints)
 
     def price(self, plan: Plan) -> Priced:
         """Price another plan of the same model for the same machine."""

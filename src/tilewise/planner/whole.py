@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import log
+from math import inf, log
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tilewise.planner.cost import WholeStep
 from tilewise.planner.formulate import Formulation
-from tilewise.planner.machine import WholeStep
 from tilewise.planner.solve import evaluate
+
+Floats = NDArray[np.float64]
 
 PRIOR = 0.02  # how much a factor's distance from one weighs beside the steps' errors
 MOST = 4.0  # what a factor may be at most, or one over it at least
@@ -62,20 +64,23 @@ def fit_step(steps: Sequence[Parts], seconds: Sequence[float]) -> WholeStep:
     """Return factors near one with which predicted steps take the measured seconds."""
     measured = np.array(seconds, np.float64)
 
-    def errors(logs: NDArray[np.float64]) -> NDArray[np.float64]:
+    def errors(logs: Floats) -> Floats:
         step = _step(logs)
         return np.array([one.seconds(step) for one in steps]) / measured - 1.0
 
-    logs = np.zeros(3)
+    logs, best, least = np.zeros(3), np.zeros(3), inf
     for _ in range(TURNS):
         off = errors(logs)
+        distance = float(off @ off + PRIOR * logs @ logs)
+        if distance < least:  # a turn may go too far, where sums begin to hide
+            best, least = logs, distance
         slopes = np.stack([(errors(logs + h) - off) / 1e-4 for h in 1e-4 * np.eye(3)], 1)
         both = slopes.T @ slopes + PRIOR * np.eye(3)
         logs = logs - np.linalg.solve(both, slopes.T @ off + PRIOR * logs)
         logs = logs.clip(-log(MOST), log(MOST))
-    return _step(logs)
+    return _step(best)
 
 
-def _step(logs: NDArray[np.float64]) -> WholeStep:
+def _step(logs: Floats) -> WholeStep:
     layers, moves, sums = np.exp(logs).tolist()
     return WholeStep(layers=layers, moves=moves, sums=sums)
