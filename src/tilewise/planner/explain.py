@@ -11,7 +11,8 @@ from tilewise.errors import PlanError
 from tilewise.layout import Degrees
 from tilewise.planner.cost import NodeCost
 from tilewise.planner.formulate import Formulation
-from tilewise.planner.solve import Solution, price
+from tilewise.planner.solve import price
+from tilewise.planner.within import Limited
 
 
 @dataclass(frozen=True)
@@ -58,16 +59,21 @@ class Alternative:
 
 def alternatives(
     found: Formulation,
-    solution: Solution,
+    limited: Limited,
     layer: str,
-    cap: int | None,
     *,
     time_limit: float,
 ) -> list[Alternative]:
     """Price all candidates of a layer, the cheapest first."""
     variable = variable_of(found, layer)
-    choice = solution.choice
-    prices = price(found.problem, variable, cap, solution=solution, time_limit=time_limit)
+    choice = limited.solution.choice
+    prices = price(
+        limited.problem,
+        variable,
+        limited.cap,
+        solution=limited.solution,
+        time_limit=time_limit,
+    )
     members = [cost for name, cost in found.costs.items() if found.choices.owner[name] == variable]
     some = found.choices.candidates[variable]
     out = []

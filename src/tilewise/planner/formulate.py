@@ -465,6 +465,12 @@ class MoveCosts:
         found.leaves = place.where + len(place.layouts) * (copies & ~kept)
         return found
 
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether any move leaves bytes that are kept."""
+        again = any((wants >= len(self.targets)).any() for wants in self.wants)
+        return bool(self.held.any()) or again
+
     def __call__(self, sources: Ints, targets: Ints) -> Moves:
         """Return tables of shape (sources, targets)."""
         gone, rows = np.divmod(sources, len(self.sources))

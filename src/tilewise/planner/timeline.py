@@ -26,6 +26,16 @@ from tilewise.graph.sync import ALONE_BYTES, BUCKET_BYTES
 from tilewise.planner.formulate import Formulation
 from tilewise.planner.rows import chosen_moves
 
+PHASES = ("forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One moment of a step: a call's `forward` or `backward`, or its update by the `optimizer`."""
+
+    phase: str
+    call: int
+
 
 @dataclass(frozen=True)
 class Moments:
@@ -39,13 +49,36 @@ class Moments:
     @property
     def peak_bytes(self) -> int:
         """What is held at the fullest of all moments."""
-        every = (self.forward, self.backward, self.optimizer)
-        return int(max(float(moment.max(initial=0.0)) for moment in every))
+        return int(self.every.max(initial=0.0))
+
+    @property
+    def fullest(self) -> Moment:
+        """The moment at which most is held."""
+        return self.at(int(self.every.argmax()))
+
+    @property
+    def every(self) -> NDArray[np.float64]:
+        """All moments, one phase after another."""
+        return np.concatenate((self.forward, self.backward, self.optimizer))
+
+    def bytes_at(self, moment: Moment) -> float:
+        """Return what is held at a moment."""
+        return float(self.every[PHASES.index(moment.phase) * len(self.names) + moment.call])
+
+    def at(self, index: int) -> Moment:
+        """Return the moment at a place of `every`."""
+        phase, call = divmod(index, len(self.names))
+        return Moment(PHASES[phase], call)
 
 
 def peak_bytes(found: Formulation, choice: Sequence[int]) -> int:
     """Return the bytes that the fullest rank holds at its fullest moment."""
     return moments(found, choice).peak_bytes
+
+
+def called(found: Formulation) -> list[str]:
+    """Return the calls that a moment may be of, in order."""
+    return [node.name for node in found.choices.program.nodes if node.name in found.costs]
 
 
 def moments(found: Formulation, choice: Sequence[int]) -> Moments:
@@ -54,7 +87,7 @@ def moments(found: Formulation, choice: Sequence[int]) -> Moments:
         name: sum(int(cost.held[0, 0]) for cost in costs)
         for name, costs in chosen_moves(found, choice).items()
     }
-    names = [node.name for node in found.choices.program.nodes if node.name in found.costs]
+    names = called(found)
     columns = np.zeros((9, len(names)))
     again = np.zeros(len(names), bool)
     owners = np.array([found.choices.owner[name] for name in names])
