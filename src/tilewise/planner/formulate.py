@@ -43,6 +43,7 @@ from tilewise.planner.places import (
 )
 from tilewise.planner.price import bill_s
 from tilewise.planner.solve import Consumer, Moves, Problem, Tie, Transfer, Variable
+from tilewise.planner.spans import Span, spans
 from tilewise.planner.stretches import named, stretches
 
 Bools = NDArray[np.bool_]
@@ -82,12 +83,18 @@ class Formulation:
     readers: dict[Value, list[Reader]] = field(default_factory=dict)
     moves: dict[Value, MoveCosts] = field(default_factory=dict)
     calls: dict[str, SplitCall] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
     problem: Problem = field(init=False)
 
     @property
     def names(self) -> list[str]:
         """The layers with candidates, one for each variable."""
         return self.choices.names
+
+    @property
+    def called(self) -> list[str]:
+        """The calls that have costs, in order."""
+        return [node.name for node in self.choices.program.nodes if node.name in self.costs]
 
     def plan(self, choice: tuple[int, ...]) -> Plan:
         """Return chosen candidates as a plan."""
@@ -177,6 +184,8 @@ class _Walk:
                 self._follow(node)
         self._outputs()
         self._hold()
+        found = self.found
+        found.spans = spans(self.choices, self.setting, found.called, self.grads)
 
     def _decide(self, node: Node) -> None:
         """Price a call with candidates of its own."""
@@ -490,6 +499,22 @@ class MoveCosts:
             moved_too = np.where(forward > 0, self.shared_bytes[columns], 0.0)
             held = np.where(again > 0, source[:, None] + moved_too, held)
         return Moves(forward, backward, held.astype(np.int64))
+
+    def passing(self, sources: Ints, targets: Ints) -> tuple[Floats, Floats]:
+        """Return the bytes that are there only while moves run, forward and backward.
+
+        Forward that is the tensor as it lies, backward its gradient when it is home again; and what
+        comes and, as much again, what goes.
+        """
+        rows, columns = sources % len(self.sources), targets % len(self.targets)
+        some, others = self.sources.take(rows), self.targets.take(columns)
+        local = some.local()[:, None]
+        found = []
+        for bill in (moved, summed_back) if self.grads else (moved,):
+            there = bill(some, others, self.setting.node, by_rank=self.by_rank)
+            travels = there.near + there.far + there.summed
+            found.append(np.where(travels > 0, local + 2 * travels, 0.0) * self.itemsize)
+        return found[0], found[-1] if self.grads else np.zeros_like(found[0])
 
     @cached_property
     def _whole(self) -> tuple[Floats, Floats]:

@@ -17,10 +17,10 @@ from functools import cached_property, partial
 import numpy as np
 
 from tilewise.planner.cost import Floats, NodeCost
-from tilewise.planner.formulate import Formulation
+from tilewise.planner.formulate import Formulation, MoveCosts
 from tilewise.planner.solve import Moves, Problem, Transfer
 from tilewise.planner.solve.problem import Ints, MoveCost
-from tilewise.planner.timeline import PHASES, Moment, called
+from tilewise.planner.timeline import PHASES, Moment
 
 
 class Sums:
@@ -28,7 +28,7 @@ class Sums:
 
     def __init__(self, found: Formulation) -> None:
         self.found = found
-        self._names = called(found)
+        self._names = found.called
         self._owners = [found.choices.owner[name] for name in self._names]
         place = {name: index for index, name in enumerate(self._names)}
         self._readers = [
@@ -60,6 +60,7 @@ class Sums:
         moves = self.found.moves.values()
         for transfer, readers, cost in zip(problem.transfers, self._readers, moves, strict=True):
             transfers += _split(transfer, readers, shares) if cost.keeps_copies else [transfer]
+            transfers += _passing(transfer, readers, shares, cost)
         return replace(problem, variables=tuple(variables), transfers=tuple(transfers))
 
     @cached_property
@@ -71,6 +72,10 @@ class Sums:
             floors = np.array([own.min() for own in held])
             for call, (name, owner) in enumerate(zip(self._names, self._owners, strict=True)):
                 cost, run = self.found.costs[name], self._run(call)
+                for span in self.found.spans if phase == "backward" else ():
+                    if call in (span.first + 1, span.last):
+                        held[span.owner] += span.bytes if call < span.last else -span.bytes
+                        floors[span.owner] = held[span.owner].min()
                 without = held[owner] - _at(cost, phase, call, -1)
                 now = without + _at(cost, phase, call, call, run)
                 for index in run if phase == "backward" else ():
@@ -92,6 +97,9 @@ class Sums:
             cost = self.found.costs[name]
             held[owner] += (self.found.setting.blocks - 1) * cost.block_bytes
             held[owner] += _at(cost, moment.phase, index, moment.call, run)
+        for span in self.found.spans if moment.phase == "backward" else ():
+            if span.first < moment.call < span.last:
+                held[span.owner] += span.bytes
         return held
 
     def holders(self, choice: Sequence[int], moment: Moment) -> list[tuple[str, int]]:
@@ -167,6 +175,26 @@ def _split(transfer: Transfer, readers: Ints, shares: Mapping[Moment, float]) ->
         consumers = tuple(transfer.consumers[k] for k in some)
         copies = partial(_only_held, transfer.cost, share)
         yield replace(transfer, consumers=consumers, cost=copies)
+
+
+def _passing(
+    transfer: Transfer, readers: Ints, shares: Mapping[Moment, float], moves: MoveCosts
+) -> Iterator[Transfer]:
+    """Yield transfers that take no time, with what passes while a tensor is moved to a reader."""
+    for moment, share in shares.items():
+        if moment.phase == "optimizer":
+            continue
+        cost = partial(_only_passing, moves, moment.phase == "backward", share)
+        for consumer, reader in zip(transfer.consumers, readers.tolist(), strict=True):
+            if reader == moment.call:
+                yield replace(transfer, consumers=(consumer,), cost=cost)
+
+
+def _only_passing(
+    moves: MoveCosts, backward: bool, share: float, source: Ints, target: Ints
+) -> Moves:
+    held = np.floor(share * moves.passing(source, target)[backward]).astype(np.int64)
+    return Moves(np.zeros(held.shape), np.zeros(held.shape), held)
 
 
 def _share_held(cost: MoveCost, share: float, source: Ints, target: Ints) -> Moves:
