@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -72,6 +71,7 @@ class Within:
         self.sums = Sums(found)
         self._mending = Mending(self.sums, limit, deadline)
         self.best: tuple[float, Choice] | None = None
+        self._least: LeastMemory | None = None
         self._limited = Limited(free, found.problem)
 
     def run(self, hints: Iterable[Choice]) -> Limited:
@@ -89,9 +89,7 @@ class Within:
         except InfeasibleError as error:
             needed = min(error.least.bound, self.limit + 1)
         if self.best is None:
-            late = max(self.deadline, time.monotonic() + SAYING)
-            least = least_peak(self.found, late, enough=self.limit)
-            self._offer(least.choice)
+            least = self._least or self._least_peak(max(self._left, SAYING))
             if self.best is None:
                 raise self._infeasible(replace(least, bound=max(least.bound, needed)))
         seconds, choice = self.best
@@ -139,22 +137,26 @@ class Within:
             if solution.bound > self._limited.solution.bound:
                 self._limited = Limited(solution, problem, self.limit, weights)
             held = self._offer(solution.choice)
-            if not self._closed:
-                self._fit(problem, solution.choice, held.peak_bytes - self.limit)
+            if held.peak_bytes > self.limit and not self._closed:
+                self._fit(solution.choice)
             if held.peak_bytes <= self.limit or self._closed or self._left <= 0:
                 return
             seen.append(held)
             idle = idle + 1 if before == (self._limited.solution.bound, self.best) else 0
 
-    def _fit(self, problem: Problem, choice: Choice, over: int) -> None:
-        """Look for a plan that fits near one that does not, or near one with a lower limit."""
-        mended = self._mending(choice) if over > 0 else None
-        if mended is None and self.best is None and over > 0 and self._left > 0:
-            with suppress(InfeasibleError):
-                lower = solve(problem, self.limit - over // 2, time_limit=self._left / 8)
-                mended = self._mending(lower.choice)
+    def _fit(self, choice: Choice) -> None:
+        """Look for a plan that fits near one that does not; where there is none, for any."""
+        mended = self._mending(choice)
         if mended is not None:
             self._offer(mended)
+        if self.best is None and self._least is None:
+            self._least = self._least_peak(self._left / 3)
+
+    def _least_peak(self, seconds: float) -> LeastMemory:
+        """Return the plan with the least peak, and take it if it fits."""
+        least = least_peak(self.found, time.monotonic() + seconds, enough=self.limit)
+        self._offer(least.choice)
+        return least
 
     def _hints(self) -> list[Choice]:
         return [self.free.choice] if self.best is None else [self.best[1], self.free.choice]
