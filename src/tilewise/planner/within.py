@@ -153,9 +153,12 @@ class Within:
             self._least = self._least_peak(self._left / 3)
 
     def _least_peak(self, seconds: float) -> LeastMemory:
-        """Return the plan with the least peak, and take it if it fits."""
-        least = least_peak(self.found, time.monotonic() + seconds, enough=self.limit)
-        self._offer(least.choice)
+        """Return the plan with the least peak, and take it or what mending makes of it if it fits."""
+        deadline = time.monotonic() + seconds
+        start = [self.free.choice, self._limited.solution.choice]
+        least = least_peak(self.found, deadline, start=start, enough=self.limit)
+        mended = self._mending(least.choice)
+        self._offer(least.choice if mended is None else mended)
         return least
 
     def _hints(self) -> list[Choice]:
@@ -172,17 +175,24 @@ class Within:
         )
 
 
-def least_peak(found: Formulation, deadline: float, *, enough: int = 0) -> LeastMemory:
+def least_peak(
+    found: Formulation, deadline: float, *, start: Sequence[Choice] = (), enough: int = 0
+) -> LeastMemory:
     """Return the plan with the least peak that was found, and a bound of any plan's peak.
 
-    Minimises means of moments, weighted against the plans on the way. A peak as small as is
-    `enough` ends it.
+    Minimises means of moments, weighted against the plans on the way; `start` are the first ones.
+    A peak as small as is `enough` ends it.
     """
     sums = Sums(found)
-    least = least_memory(found.problem, (deadline - time.monotonic()) / 3)
-    assert least is not None, "a formulation's ties always leave a choice"
-    seen = [moments(found, least.choice)]
-    best = LeastMemory(least.choice, seen[-1].peak_bytes, 0)
+    if not start:
+        least = least_memory(found.problem, (deadline - time.monotonic()) / 3)
+        assert least is not None, "a formulation's ties always leave a choice"
+        start = [least.choice]
+    seen = [moments(found, choice) for choice in start]
+    best = min(
+        (LeastMemory(choice, held.peak_bytes, 0) for choice, held in zip(start, seen, strict=True)),
+        key=lambda one: one.peak_bytes,
+    )
     for _ in range(ROUNDS):
         left = deadline - time.monotonic()
         if best.peak_bytes <= max(best.bound, enough) or left <= 0:
