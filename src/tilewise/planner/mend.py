@@ -1,9 +1,10 @@
-"""Make a plan fit whose peak is a little above a limit, one layer after another."""
+"""Make a plan fit whose peak is a little above a limit, or one faster that fits, layer by layer."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 
 import numpy as np
 
@@ -12,7 +13,9 @@ from tilewise.planner.solve import Descent, evaluate
 from tilewise.planner.timeline import Moment, moments
 
 STEPS = 48
-"""How many layers to change at most."""
+"""How many layers to change at most until a plan fits."""
+PASSES = 6
+"""How often to look at all layers for changes that make a plan faster."""
 
 Choice = tuple[int, ...]
 
@@ -35,9 +38,7 @@ class Mending:
             held = moments(self.sums.found, choice)
             if held.peak_bytes <= self.limit:
                 return choice
-            if held.fullest not in self._full:
-                problem = self.sums.problem({held.fullest: 1.0}, self.limit)
-                self._full[held.fullest] = Descent(problem, None)
+            self._note(held.fullest)
             there = {moment: held.bytes_at(moment) for moment in self._full}
             change = self._cheapest(choice, there)
             if change is None or time.monotonic() > self.deadline:
@@ -47,6 +48,51 @@ class Mending:
                 return None
             tried.add(choice)
         return None
+
+    def improve(self, choice: Choice) -> Choice:
+        """Return a plan that fits and is no slower, by changing single layers of one that fits."""
+        found = self.sums.found
+        self._note(moments(found, choice).fullest)
+        seconds = evaluate(found.problem, choice).seconds
+        for _ in range(PASSES):
+            before, known = choice, len(self._full)
+            for v, k in self._faster(choice, seconds):
+                if time.monotonic() > self.deadline:
+                    return choice
+                trial = (*choice[:v], k, *choice[v + 1 :])
+                with suppress(ValueError):  # layers that share a parameter would be cut differently
+                    now = evaluate(found.problem, trial).seconds
+                    if now >= seconds:
+                        continue
+                    held = moments(found, trial)
+                    if held.peak_bytes <= self.limit:
+                        choice, seconds = trial, now
+                    else:
+                        self._note(held.fullest)
+            if choice == before and len(self._full) == known:
+                break
+        return choice
+
+    def _note(self, moment: Moment) -> None:
+        if moment not in self._full:
+            problem = self.sums.problem({moment: 1.0}, self.limit)
+            self._full[moment] = Descent(problem, None)
+
+    def _faster(self, choice: Choice, seconds: float) -> list[tuple[int, int]]:
+        """Return the best change of each variable that fits at the known moments, fastest first."""
+        problem = self.sums.found.problem
+        fits = [np.ones(len(v), bool) for v in problem.variables]
+        times = [np.zeros(0)] * len(fits)
+        for descent in self._full.values():
+            for v, (alone, held) in enumerate(descent.alone(choice)):
+                fits[v] &= held <= self.limit
+                times[v] = alone
+        ranked = []
+        for v, (fit, alone) in enumerate(zip(fits, times, strict=True)):
+            k = int(np.where(fit, alone, np.inf).argmin())
+            if fit[k] and alone[k] < seconds * (1.0 - 1e-9):
+                ranked.append((float(alone[k]), v, k))
+        return [(v, k) for _, v, k in sorted(ranked)]
 
     def _cheapest(self, choice: Choice, there: Mapping[Moment, float]) -> tuple[int, int] | None:
         """Return the variable and its new candidate, or None where nothing helps."""

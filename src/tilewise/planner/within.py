@@ -146,19 +146,22 @@ class Within:
 
     def _fit(self, choice: Choice) -> None:
         """Look for a plan that fits near one that does not; where there is none, for any."""
-        mended = self._mending(choice)
-        if mended is not None:
-            self._offer(mended)
+        self._mend(choice)
         if self.best is None and self._least is None:
             self._least = self._least_peak(self._left / 3)
 
+    def _mend(self, choice: Choice) -> None:
+        mended = self._mending(choice)
+        if mended is not None:
+            self._offer(self._mending.improve(mended))
+
     def _least_peak(self, seconds: float) -> LeastMemory:
-        """Return the plan with the least peak, and take it or what mending makes of it if it fits."""
+        """Return the plan with the least peak, and take it, mended, if it fits."""
         deadline = time.monotonic() + seconds
         start = [self.free.choice, self._limited.solution.choice]
         least = least_peak(self.found, deadline, start=start, enough=self.limit)
-        mended = self._mending(least.choice)
-        self._offer(least.choice if mended is None else mended)
+        self._offer(least.choice)
+        self._mend(least.choice)
         return least
 
     def _hints(self) -> list[Choice]:
