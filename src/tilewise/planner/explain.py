@@ -29,7 +29,9 @@ class Alternative:
         compute_s, halo_s, exchange_s, sync_s: the layer's own costs, with its followers'.
         held_bytes: what the fullest rank keeps for backward of the layer and its followers.
         alone_seconds, alone_peak_bytes: step and memory if only this layer were changed; the step
-            is infinite where that is not allowed or does not fit.
+            is infinite where that is not allowed or does not fit. Memory is what the search
+            limits: the mean of moments that gave its bound, or, where nothing had to be limited,
+            all that is held and the largest burst.
     """
 
     degrees: Degrees

@@ -1,8 +1,7 @@
 """The memory of a step as it goes by: what the fullest rank holds at its fullest moment.
 
-The search adds up all that is held and the largest burst, which is safe: it never says that a plan
-fits that does not. But what the last layers keep is gone when backward reaches the first ones, and
-their gradients are not there yet when it begins. Here each call is looked at in turn:
+What the last layers keep is gone when backward reaches the first ones, and their gradients are not
+there yet when it begins. So each call is looked at in turn:
 
     forward of call i     blocks and states + kept up to i + workspace of i + what passes while its
                           operands are moved
