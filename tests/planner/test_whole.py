@@ -49,7 +49,7 @@ def found() -> Found:
 
 
 def test_all_that_is_priced_has_the_factors(found: Found) -> None:
-    other = found.within(STEP, [found.plan])
+    other = found.learned(STEP, [found.plan])
     draw = np.random.default_rng(1)
     moving = 0
     for _ in range(50):

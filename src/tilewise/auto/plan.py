@@ -154,7 +154,7 @@ def _learned(found: Found, ran: Mapping[str, float]) -> Found:
     formulation = found.formulation
     plans = [Plan.from_json(text) for text in ran]
     steps = [Parts.of(formulation, formulation.choice(plan)) for plan in plans]
-    return found.within(fit_step(steps, list(ran.values())), plans)
+    return found.learned(fit_step(steps, list(ran.values())), plans)
 
 
 def auto_search(
@@ -209,7 +209,7 @@ def auto_search(
                 return ""  # what was found is what there is
             if again or not recompute:
                 raise
-        return "" if found and found[0].cap is None else "short"
+        return "short" if not found or found[0].short else ""
 
     if told(mesh, lambda: find(again=False)) and recompute:
         told(mesh, lambda: find(again=True))
