@@ -48,7 +48,8 @@ def plans(
     Console().print(
         table,
         f"regret {found.regret:.3f} (auto over the fastest), rank correlation "
-        f"{found.rank_correlation:.2f}, median error {found.median_error:.0%}",
+        f"{found.rank_correlation:.2f}, median error {found.median_error:.0%}, of mixes "
+        f"{found.mixes_error:.0%}",
     )
 
 
