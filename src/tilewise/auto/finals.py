@@ -2,8 +2,9 @@
 
 What is predicted from single calls does not know how ranks that wait for each other share their
 cores and memory in a whole step. So plans that are not hopeless by prediction each run some steps,
-under the caller's autocast; those that fall behind leave, and the others run again. What was
-measured is kept on disk for the next time.
+under the caller's autocast; those that fall behind leave, and the others run again. Of a plan's
+rounds the fastest counts: others may be using the machine, and they only ever make steps slower.
+What was measured is kept on disk for the next time.
 """
 
 from __future__ import annotations
@@ -36,10 +37,9 @@ from tilewise.planner.search import Found
 
 HOPELESS = 2.5  # how many times the best prediction's time a plan may be predicted to take
 MOST = 24  # plans that run
-BEHIND = 1.2  # how many times the fastest one's time a plan may take to run again
-ROUNDS = 4
+BEHIND = (1.25, 1.15, 1.1, 1.1)  # times the fastest one's time, to stay after so many rounds
 STEPS = 3
-SECONDS = 60.0  # after which no further plan runs for the first time, and no round begins
+SECONDS = 90.0  # after which no further plan runs for the first time, and no round begins
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "momentum": partial(torch.optim.SGD, momentum=0.9),
@@ -96,22 +96,22 @@ def race(
     left = list(range(len(plans)))
     began = time.monotonic()
     trial = Mesh(mesh.world_ranks)  # so that what only a plan that loses needs is closed again
-    for number in range(1, ROUNDS + 1):
+    for number, behind in enumerate((*BEHIND, inf), start=1):
         for place, index in enumerate(left, start=1):
             yield f"plans: {place} of {len(left)}, round {number}"
             times[index].append(step_seconds(trial, model, graph, plans[index], device, optimizer))
             late = slowest(mesh, [time.monotonic() - began])[0] > SECONDS
             if late and number == 1 and place > 1:
                 break
-        best = min(median(seconds) for seconds in times if seconds)
-        left = [i for i in left if times[i] and median(times[i]) <= BEHIND * best]
+        best = min(min(seconds) for seconds in times if seconds)
+        left = [i for i in left if times[i] and min(times[i]) <= behind * best]
         if late or len(left) < 2 or not isfinite(best):
             break
     trial.close()
-    middles = [median(seconds) if seconds else inf for seconds in times]
-    if mesh.rank == 0 and isfinite(min(middles)):
-        store(path, {key: [one if isfinite(one) else None for one in middles]})
-    return middles
+    fastest = [min(seconds, default=inf) for seconds in times]
+    if mesh.rank == 0 and isfinite(min(fastest)):
+        store(path, {key: [one if isfinite(one) else None for one in fastest]})
+    return fastest
 
 
 def step_seconds(

@@ -39,7 +39,7 @@ from tilewise.planner.whole import Parts, fit_step
 
 AUTO = "auto"
 TIME_LIMIT = 20.0
-TURNS = 4  # of running plans and learning from it
+TURNS = 3  # of running plans and learning from it
 
 
 def parallelize(
