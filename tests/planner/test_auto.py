@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from importlib.metadata import PackageNotFoundError
@@ -21,16 +22,20 @@ from measured_here import keep_rates, rates_here
 from tilewise import Graph, Mesh, Plan, capture
 from tilewise.auto import calls as timing
 from tilewise.auto import finals
+from tilewise.auto import plan as auto_plans
 from tilewise.auto.calibrate import conditions
 from tilewise.auto.plan import auto_search, fits_here, read_plan
 from tilewise.auto.tell import hosts, tell
 from tilewise.cli import calibrate as command
+from tilewise.comm.pool import exhausted
 from tilewise.errors import PlanError
+from tilewise.graph.parallel import as_plan
 from tilewise.ops.kept import load, own_version
 from tilewise.planner.calls import SplitCall
 from tilewise.planner.cost import Setting
 from tilewise.planner.formulate import formulate
 from tilewise.planner.machine import CallTime, MachineError, load_machine
+from tilewise.planner.search import Found
 from tilewise.planner.solve import evaluate
 from tilewise.testing import ranks
 
@@ -167,38 +172,150 @@ def test_a_copy_that_nobody_installed_has_a_version() -> None:
 # -- the last word ---------------------------------------------------------------------------------
 
 
-def try_plans(mesh: Mesh, folder: str, fast: str) -> tuple[list[str], str]:
-    """Let steps under one split be the fastest; returns what was tried, and what was chosen."""
+def try_plans(
+    mesh: Mesh, folder: str, seconds: dict[str, float], limit: float
+) -> tuple[list[str], str]:
+    """Let steps under some splits be fast; returns what was tried, and what was chosen."""
     seen: list[str] = []
 
     def splits(plan: Plan) -> str:
         return " ".join(sorted({str(degrees) for degrees in plan.layers.values()}))
 
-    def pretend(mesh: Mesh, model: Any, graph: Graph, plan: Plan, device: Any) -> float:
+    def pretend(mesh: Mesh, model: Any, graph: Graph, plan: Plan, *_: Any) -> float:
         seen.append(splits(plan))
-        return 1.0 if splits(plan) == fast else 2.0
+        return seconds.get(splits(plan), 2.0)
 
     with (
         mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}),
         mock.patch.object(finals, "step_seconds", pretend),
-        mock.patch.multiple(finals, CLOSE=1e9, PLANS=20),
+        mock.patch.multiple(finals, HOPELESS=1e9, SECONDS=limit),
+        mock.patch.object(auto_plans, "TURNS", 1),
     ):
         return seen, splits(read_plan(graph(), "auto", mesh, model=net()))
 
 
 @pytest.mark.parametrize("fast", ["1", "n2"])
 def test_the_plan_that_runs_fastest_is_taken(folder: str, fast: str) -> None:
-    tried, chosen = ranks(2, try_plans, folder, fast)[0]
-    assert len(tried) == finals.ROUNDS * len(set(tried))
+    tried, chosen = ranks(2, try_plans, folder, {fast: 1.0}, 1e9)[0]
     assert {"1", "n2"} <= set(tried)
+    assert len(tried) == len(set(tried))
     assert chosen == fast
+
+
+def test_plans_that_come_close_run_again(folder: str) -> None:
+    tried, chosen = ranks(2, try_plans, folder, {"1": 1.05, "n2": 1.0}, 1e9)[0]
+    assert {one: tried.count(one) for one in tried} == {
+        one: len(finals.BEHIND) + 1 if one in ("1", "n2") else 1 for one in tried
+    }
+    assert chosen == "n2"
+
+
+def test_a_race_ends_in_time(folder: str) -> None:
+    for tried, chosen in ranks(2, try_plans, folder, {}, -1.0):
+        assert len(tried) == 2
+        assert tried[0] == chosen
+
+
+def learn(mesh: Mesh, folder: str, kept: object) -> tuple[list[str], list[str], str]:
+    """Let mixed plans be slow and a learned one fast; returns what ran, then again, and the plan.
+
+    `kept` is what a file of an older version may hold for every race.
+    """
+    seen: list[str] = []
+    wanted = {"*": "f2", "0": "n2"}
+
+    def splits(plan: Plan) -> str:
+        return " ".join(str(degrees) for degrees in plan.layers.values())
+
+    def pretend(mesh: Mesh, model: Any, graph: Graph, plan: Plan, *_: Any) -> float:
+        seen.append(splits(plan))
+        return 1.0 if splits(plan) == splits(fast) else 2.0
+
+    def learned(found: Found, ran: Any) -> Found:
+        assert set(ran.values()) <= {1.0, 2.0}
+        found.plan = fast
+        return found
+
+    fast = as_plan(graph(), wanted)
+    runs = []
+    with (
+        mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}),
+        mock.patch.object(finals, "step_seconds", pretend),
+        mock.patch.object(finals, "load", lambda path: Always(kept) if kept else load(path)),
+        mock.patch.object(auto_plans, "_learned", learned),
+        mock.patch.object(finals, "HOPELESS", 1e9),
+    ):
+        for _ in range(2):
+            chosen = splits(read_plan(graph(), "auto", mesh, model=net()))
+            runs.append(list(seen))
+            seen.clear()
+    return runs[0], runs[1], chosen
+
+
+class Always(dict[str, object]):
+    """Holds the same for every key."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def get(self, key: str, default: object = None) -> object:  # type: ignore[override]
+        return self.value
+
+
+@pytest.mark.parametrize("kept", [None, 1, "garbage", [1.0]])
+def test_a_plan_that_was_learned_runs_too_and_nothing_twice(folder: str, kept: object) -> None:
+    for first, second, chosen in ranks(2, learn, folder, kept):
+        assert chosen in first
+        assert "f2" in chosen
+        assert "n2" in chosen
+        assert second == ([] if kept is None else first)
+
+
+def all_refuse(mesh: Mesh, folder: str) -> tuple[int, bool]:
+    """Let no plan run; returns how often that was tried, and whether a plan came of it."""
+    tried = mock.Mock(return_value=inf)
+    with (
+        mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}),
+        mock.patch.object(finals, "step_seconds", tried),
+        mock.patch.object(finals, "HOPELESS", 1e9),
+    ):
+        plan = read_plan(graph(), "auto", mesh, model=net())
+    return len({call.args[3].to_json() for call in tried.mock_calls}) - tried.call_count, bool(plan)
+
+
+def test_where_no_plan_runs_each_is_tried_once(folder: str) -> None:
+    assert ranks(2, all_refuse, folder) == [(0, True)] * 2
+
+
+def short_of_memory(mesh: Mesh, folder: str) -> tuple[str, tuple[str, ...], str]:
+    """Search with less memory than any plan has that keeps all; returns what is said without."""
+    layers = [nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()]
+    deep = nn.Sequential(*(copy.deepcopy(layer) for _ in range(10) for layer in layers))
+    captured = capture(deep, (torch.zeros(2, 4, 64, 64),))
+    said = ""
+    with mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}):
+        try:
+            exhausted(auto_search(captured, mesh, memory="1.2MB", recompute=False), lambda _: None)
+        except PlanError as error:
+            said = str(error)
+        searching = auto_plans.auto_plan(captured, mesh, memory="1.2MB", model=deep)
+        chosen, _ = exhausted(searching, lambda _: None)
+    return said, chosen.recompute, chosen.to_json()
+
+
+def test_layers_are_computed_again_where_memory_is_short(folder: str) -> None:
+    found = ranks(2, short_of_memory, folder)
+    assert len({plan for _, _, plan in found}) == 1
+    for said, again, _ in found:
+        assert "too small" in said
+        assert again
 
 
 def try_options(mesh: Mesh, folder: str) -> list[tuple[tuple[str, ...], torch.dtype | None]]:
     """Return how plans are tried that are to recompute under autocast, and then without."""
     seen: list[tuple[tuple[str, ...], torch.dtype | None]] = []
 
-    def pretend(mesh: Mesh, model: Any, graph: Graph, plan: Plan, device: Any) -> float:
+    def pretend(mesh: Mesh, model: Any, graph: Graph, plan: Plan, *_: Any) -> float:
         casts = torch.is_autocast_enabled("cpu")
         seen.append((plan.recompute, torch.get_autocast_dtype("cpu") if casts else None))
         return 1.0
@@ -207,7 +324,8 @@ def try_options(mesh: Mesh, folder: str) -> list[tuple[tuple[str, ...], torch.dt
     with (
         mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}),
         mock.patch.object(finals, "step_seconds", pretend),
-        mock.patch.multiple(finals, CLOSE=1e9, PLANS=2),
+        mock.patch.multiple(finals, HOPELESS=1e9, SECONDS=-1.0),
+        mock.patch.object(auto_plans, "TURNS", 1),
     ):
         for casts in (True, False):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=casts):
@@ -218,11 +336,9 @@ def try_options(mesh: Mesh, folder: str) -> list[tuple[tuple[str, ...], torch.dt
 
 
 def test_plans_are_tried_as_they_are_to_run(folder: str) -> None:
-    tries = 2 * finals.ROUNDS
     for seen in ranks(2, try_options, folder):
-        assert seen == [
-            *[(("*",), torch.bfloat16)] * tries, *[(("*",), None)] * tries, *[((), None)] * tries,
-        ]  # fmt: skip
+        tried = [(("*",), torch.bfloat16), (("*",), None), ((), None)]
+        assert seen == [one for one in tried for _ in range(2)]
 
 
 def refuse_numbers(mesh: Mesh, folder: str) -> bool:

@@ -84,7 +84,7 @@ def most_bytes(step: Callable[[], None]) -> int:
 @pytest.mark.parametrize("degrees", ["1", "n2", "h2", "c2"])
 @pytest.mark.parametrize("name", NETS)
 def test_a_step_needs_what_was_predicted(name: str, degrees: str) -> None:
-    """Within 10 %; and the sum that the search limits is never less."""
+    """Within 10 %; and where nothing moves, no more than all that is held and the largest burst."""
     graph, plan = graph_of(name), Plan.uniform(graph_of(name), degrees)
     devices = 1 if degrees == "1" else 2
     found = formulate(graph, Setting(CPU, devices, "float32", 4, "adam"))

@@ -16,6 +16,7 @@ from tilewise.planner.solve import (
     Problem,
     Transfer,
     Variable,
+    descend,
     eliminate,
     evaluate,
     frontier,
@@ -241,7 +242,7 @@ def test_no_part_of_the_solver_works_on_after_the_deadline(monkeypatch: pytest.M
     for limit in range(1, 60):
         problem = random_problem(limit % 10)
         clock = Ticking()
-        for module in (eliminate, search, solver):
+        for module in (descend, eliminate, search, solver):
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
         one = Solver(problem, None, clock.now + limit)
         one.start(())

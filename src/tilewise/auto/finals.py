@@ -1,17 +1,20 @@
-"""The last word on a plan: the best ones by prediction run for real, in turn.
+"""The last word on a plan: those that may be the fastest run for real, in turn.
 
 What is predicted from single calls does not know how ranks that wait for each other share their
-cores and memory in a whole step. So a few plans that come close to the best prediction each run
-some steps, under the caller's autocast, and the fastest one is taken. It is kept on disk for the
-next time.
+cores and memory in a whole step. So plans that are not hopeless by prediction each run some steps,
+under the caller's autocast; those that fall behind leave, and the others run again. Of a plan's
+rounds the fastest counts: others may be using the machine, and they only ever make steps slower.
+What was measured is kept on disk for the next time.
 """
 
 from __future__ import annotations
 
 import gc
 import hashlib
+import json
 import time
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from math import inf, isfinite
 from pathlib import Path
 from statistics import median
@@ -32,11 +35,18 @@ from tilewise.plan import Plan
 from tilewise.planner.candidates import all_degrees
 from tilewise.planner.search import Found
 
-CLOSE = 1.6  # how many times the best prediction's time a plan may be predicted to take
-PLANS = 6
-ROUNDS = 3
+HOPELESS = 2.5  # how many times the best prediction's time a plan may be predicted to take
+MOST = 24  # plans that run
+BEHIND = (1.25, 1.15, 1.1, 1.1)  # times the fastest one's time, to stay after so many rounds
 STEPS = 3
-SECONDS = 60.0  # after which no further round begins
+SECONDS = 90.0  # after which no further plan runs for the first time, and no round begins
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+    "rmsprop": torch.optim.RMSprop,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
 
 
 def uniform_plans(found: Found) -> dict[str, Plan]:
@@ -49,60 +59,76 @@ def uniform_plans(found: Found) -> dict[str, Plan]:
     return plans
 
 
-def finalists(found: Found) -> list[Plan]:
-    """Return the plan that was found, and those in common use that come close and fit."""
+def contenders(found: Found) -> list[Plan]:
+    """Return the plan that was found, and those in common use that fit, best prediction first."""
     usual = [*uniform_plans(found).values(), *(one.plan for one in found.baselines.values())]
     others = {plan.to_json(): plan for plan in usual}
     others.pop(found.plan.to_json(), None)
     seconds = {text: found.seconds(plan) for text, plan in others.items()}
     close = [found.plan]
     for text in sorted(seconds, key=seconds.__getitem__):
-        if len(close) == PLANS or seconds[text] > CLOSE * found.step_seconds:
+        if len(close) == MOST or seconds[text] > HOPELESS * found.step_seconds:
             break
         if found.price(others[text]).fits:
             close.append(others[text])
     return close
 
 
-def fastest(
+def race(
     mesh: Mesh,
     model: nn.Module,
     graph: Graph,
     plans: Sequence[Plan],
     device: torch.device,
     backend: str,
-) -> Generator[str, None, Plan]:
-    """Return the plan whose steps are the fastest, known or measured now; yields what runs."""
+    optimizer: str,
+) -> Generator[str, None, list[float]]:
+    """Return the seconds of a step under each plan, known or measured now; yields what runs.
+
+    Infinite for those that did not run: the model refused, or time was up.
+    """
     path = _kept_in(mesh, backend)
-    key = f"{head(mesh, device)} {_digest(model, graph, plans)}"
-    known = tell(mesh, str(load(path).get(key, "")) if mesh.rank == 0 else None)
-    if known:
-        return plans[int(known)]
+    key = f"{head(mesh, device)} {_digest(model, graph, plans)} {optimizer}"
+    known = json.loads(tell(mesh, json.dumps(load(path).get(key)) if mesh.rank == 0 else None))
+    if isinstance(known, list) and len(known) == len(plans):
+        return [inf if one is None else float(one) for one in known]
     times: list[list[float]] = [[] for _ in plans]
+    left = list(range(len(plans)))
     began = time.monotonic()
     trial = Mesh(mesh.world_ranks)  # so that what only a plan that loses needs is closed again
-    for number in range(1, ROUNDS + 1):
-        for index, (plan, seconds) in enumerate(zip(plans, times), start=1):
-            yield f"plans: {index} of {len(plans)}, round {number} of {ROUNDS}"
-            seconds.append(step_seconds(trial, model, graph, plan, device))
-        if slowest(mesh, [time.monotonic() - began])[0] > SECONDS:
+    for number, behind in enumerate((*BEHIND, inf), start=1):
+        for place, index in enumerate(left, start=1):
+            yield f"plans: {place} of {len(left)}, round {number}"
+            times[index].append(step_seconds(trial, model, graph, plans[index], device, optimizer))
+            late = slowest(mesh, [time.monotonic() - began])[0] > SECONDS
+            if late and number == 1 and place > 1:
+                break
+        best = min(min(seconds) for seconds in times if seconds)
+        left = [i for i in left if times[i] and min(times[i]) <= behind * best]
+        if late or len(left) < 2 or not isfinite(best):
             break
     trial.close()
-    middles = [median(seconds) for seconds in times]
-    best = min(range(len(plans)), key=middles.__getitem__)
-    if mesh.rank == 0 and isfinite(middles[best]):
-        store(path, {key: best})
-    return plans[best]
+    fastest = [min(seconds, default=inf) for seconds in times]
+    if mesh.rank == 0 and isfinite(min(fastest)):
+        store(path, {key: [one if isfinite(one) else None for one in fastest]})
+    return fastest
 
 
 def step_seconds(
-    mesh: Mesh, model: nn.Module, graph: Graph, plan: Plan, device: torch.device
+    mesh: Mesh,
+    model: nn.Module,
+    graph: Graph,
+    plan: Plan,
+    device: torch.device,
+    optimizer: str = "momentum",
 ) -> float:
     """Return the seconds of a training step on the slowest rank, after a first one that tunes.
 
     Infinite where the model refuses what is drawn for it. The model itself stays as it is.
     """
-    step = _step(mesh, ParallelModel(model, graph, plan, mesh).train(), graph, device)
+    split = ParallelModel(model, graph, plan, mesh).train()
+    step = _step(mesh, split, graph, device, optimizer)
+    del split
     times = []
     try:
         step()
@@ -120,7 +146,7 @@ def step_seconds(
 
 
 def _step(
-    mesh: Mesh, split: ParallelModel, graph: Graph, device: torch.device
+    mesh: Mesh, split: ParallelModel, graph: Graph, device: torch.device, optimizer: str
 ) -> Callable[[], None]:
     """Return a step on drawn slabs, put together as the example inputs are."""
     values = [value for value in graph.training.inputs if value.origin == "input"]
@@ -134,7 +160,7 @@ def _step(
     slabs = tree_map_only(Tensor, lambda _: next(drawing), examples)
     call = split if graph.loss is None else split.loss
     parameters = list(split.parameters())
-    optimizer = torch.optim.SGD(parameters, lr=1e-6, momentum=0.9) if parameters else None
+    updates = OPTIMIZERS[optimizer](parameters, lr=1e-6) if parameters else None
 
     def step() -> None:
         split.zero_grad()
@@ -143,8 +169,8 @@ def _step(
         ]
         with no_autocast():
             torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
-        if optimizer is not None:
-            optimizer.step()
+        if updates is not None:
+            updates.step()
 
     return step
 

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 
 from tilewise.auto.calibrate import CONDITIONS, Measured, calibrate, conditions, machine_of
 from tilewise.auto.calls import time_calls, worth_measuring
-from tilewise.auto.finals import fastest, finalists
+from tilewise.auto.finals import contenders, race
 from tilewise.auto.tell import hosts, tell, told
 from tilewise.comm import Mesh
 from tilewise.comm.pool import exhausted
@@ -33,9 +34,12 @@ from tilewise.planner.cost import Setting
 from tilewise.planner.formulate import formulate
 from tilewise.planner.machine import Machine, MachineError, load_machine, local_path
 from tilewise.planner.search import Found, search
+from tilewise.planner.solve import InfeasibleError
+from tilewise.planner.whole import Parts, fit_step
 
 AUTO = "auto"
 TIME_LIMIT = 20.0
+TURNS = 3  # of running plans and learning from it
 
 
 def parallelize(
@@ -110,23 +114,47 @@ def auto_plan(
     model: nn.Module | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Generator[str, None, tuple[Plan, Found | None]]:
-    """Search, and try the best plans on the model; returns the plan, and on rank 0 what was found.
+    """Search, and try plans on the model; returns the fastest, and on rank 0 what was found.
 
-    Yields what is being measured.
+    The plan that was found and those in common use run first. If another one is predicted to be the
+    fastest with what their steps have taught, it runs too. Yields what is being measured.
     """
     device = device_of(model)
-    found = yield from auto_search(graph, mesh, memory=memory, optimizer=optimizer, device=device)
+    found = yield from auto_search(
+        graph, mesh, memory=memory, optimizer=optimizer, device=device,
+        recompute="recompute" not in (options or {}),
+    )  # fmt: skip
+    first, ran, chosen = found, dict[str, float](), ""
 
-    def listed() -> str:
-        assert found is not None
-        return json.dumps([one.to_json() for one in finalists(found)])
+    def next_up() -> str:
+        nonlocal found
+        assert first is not None
+        if not ran:
+            return json.dumps([one.to_json() for one in contenders(first)])
+        found = _learned(first, ran)
+        new = found.plan.to_json()
+        return json.dumps([chosen] if new in ran else [new, chosen])
 
-    texts = json.loads(told(mesh, listed))
-    plans = [replace(Plan.from_json(text), **(options or {})) for text in texts]
-    if model is None or on_meta(model) or len(plans) == 1:
-        return plans[0], found
-    chosen = yield from fastest(mesh, model, graph, plans, device, _backend())
-    return chosen, found
+    for _ in range(TURNS):
+        texts = json.loads(told(mesh, next_up))
+        chosen = chosen or texts[0]
+        if model is None or on_meta(model) or len(texts) == 1:
+            break  # nothing to run, or nothing new
+        plans = [replace(Plan.from_json(text), **(options or {})) for text in texts]
+        seconds = yield from race(mesh, model, graph, plans, device, _backend(), optimizer)
+        ran.update({text: one for text, one in zip(texts, seconds) if isfinite(one)})
+        chosen = texts[seconds.index(min(seconds))]
+        if not ran:
+            break  # the model refuses what is drawn for it
+    return replace(Plan.from_json(chosen), **(options or {})), found
+
+
+def _learned(found: Found, ran: Mapping[str, float]) -> Found:
+    """Search again with what whole steps under some plans have taken."""
+    formulation = found.formulation
+    plans = [Plan.from_json(text) for text in ran]
+    steps = [Parts.of(formulation, formulation.choice(plan)) for plan in plans]
+    return found.learned(fit_step(steps, list(ran.values())), plans)
 
 
 def auto_search(
@@ -136,10 +164,11 @@ def auto_search(
     memory: str | int | None = None,
     optimizer: str = "adam",
     device: torch.device | None = None,
+    recompute: bool = True,
 ) -> Generator[str, None, Found | None]:
     """Measure what is not known yet and search; rank 0 gets what was found, the others None.
 
-    Yields what is being measured.
+    Yields what is being measured. Where memory is short, layers may be computed again.
     """
     device = torch.device("cpu") if device is None else device
     backend = _backend()
@@ -167,17 +196,24 @@ def auto_search(
     machine = machine.model_copy(update={"call_times": times})
     found: list[Found] = []
 
-    def find() -> str:
-        found.append(
-            search(
-                graph, devices=mesh.size, machine=machine, memory=memory, optimizer=optimizer,
-                dtype=dtype, time_limit=TIME_LIMIT,
-            )
-        )  # fmt: skip
-        return ""
+    def find(again: bool) -> str:
+        try:
+            found.append(
+                search(
+                    graph, devices=mesh.size, machine=machine, memory=memory, optimizer=optimizer,
+                    dtype=dtype, time_limit=TIME_LIMIT, recompute=again,
+                )
+            )  # fmt: skip
+        except InfeasibleError:
+            if again and found:
+                return ""  # what was found is what there is
+            if again or not recompute:
+                raise
+        return "short" if not found or found[0].short else ""
 
-    told(mesh, find)
-    return found[0] if found else None
+    if told(mesh, lambda: find(again=False)) and recompute:
+        told(mesh, lambda: find(again=True))
+    return min(found, key=lambda one: one.step_seconds, default=None)
 
 
 def local_machine(mesh: Mesh, backend: str) -> Generator[str, None, Machine]:

@@ -28,7 +28,7 @@ def plans(
     input: Annotated[list[str], typer.Option(help="global shape, such as 2x3x64x64; repeats")],
     ranks: Annotated[int, typer.Option(min=2, help="local ranks to start")] = 2,
     arg: Annotated[list[str] | None, typer.Option(help="key=value for the model; repeats")] = None,
-    rounds: Rounds = 3,
+    rounds: Rounds = 4,
     backend: Backend = "gloo",
     json_: Json = False,
 ) -> None:
@@ -48,7 +48,8 @@ def plans(
     Console().print(
         table,
         f"regret {found.regret:.3f} (auto over the fastest), rank correlation "
-        f"{found.rank_correlation:.2f}, median error {found.median_error:.0%}",
+        f"{found.rank_correlation:.2f}, median error {found.median_error:.0%}, of mixes "
+        f"{found.mixes_error:.0%}",
     )
 
 

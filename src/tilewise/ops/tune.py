@@ -10,8 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from math import prod
+from math import inf, prod
 from pathlib import Path
 
 import torch
@@ -25,8 +24,9 @@ from tilewise.ops.kept import folder, load, machine_name, store
 
 WORTH = 2e7  # multiplications below which no choice pays for its measuring
 GAIN = 0.97  # what a way must beat to be worth leaving the plain one
-ROUNDS = 3
-LONG = 0.2  # seconds after which one measurement is enough
+ROUNDS = 5
+BEHIND = 1.3  # how many times the fastest way's time one may take to be measured again
+LONG = 0.2  # seconds after which two measurements are enough
 WAYS = [
     *(Way(patch, last) for patch in (False, True) for last in (False, True)),
     *(Way(patch, last=False, onednn=True) for patch in (False, True)),
@@ -107,7 +107,8 @@ def _key(conv: LocalConv, x: Tensor, weight: Tensor) -> str:
 def _measure(conv: LocalConv, x: Tensor, weight: Tensor) -> list[float]:
     """Time each way in each phase, without any message, and changing the result's format.
 
-    A way by oneDNN takes as long as torch's own where torch calls oneDNN, or there is none.
+    Without a halo nothing is patched, and where torch calls oneDNN by itself, or there is none,
+    calling it is no way of its own: such ways take as long as those they are the same as.
     """
     given = torch.randn_like(x.new_empty(conv.out))
     grads = {last: formatted(given, last=last) for last in (False, True)}
@@ -127,11 +128,14 @@ def _measure(conv: LocalConv, x: Tensor, weight: Tensor) -> list[float]:
 
     phases: list[Callable[[Way], None]] = [forward, data, to_weight]
     apart = _leaves_onednn(conv, x, weight)
+    patches = conv.halo is not None and conv.halo.thin is not None
+    same = {way: Way(way.patch and patches, way.last, way.onednn and apart) for way in WAYS}
     times = []
     for phase in phases:
-        taken = {way: _time(phase, way, x) for way in WAYS if apart or not way.onednn}
-        times += [taken.get(way, taken[replace(way, onednn=False)]) for way in WAYS]
-    return [*times, _time(change, Way(patch=False, last=True), x)]
+        taken = _times(phase, [way for way in WAYS if same[way] == way], x)
+        times += [taken[same[way]] for way in WAYS]
+    (changing,) = _times(change, [Way(patch=False, last=True)], x).values()
+    return [*times, changing]
 
 
 def _leaves_onednn(conv: LocalConv, x: Tensor, weight: Tensor) -> bool:
@@ -159,17 +163,24 @@ def _onednn() -> bool:
     return bool(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled)
 
 
-def _time(phase: Callable[[Way], None], way: Way, x: Tensor) -> float:
-    """Return the shortest of a few runs, in seconds."""
-    phase(way)
-    best = float("inf")
-    for _ in range(ROUNDS):
-        settle(x)
-        began = time.perf_counter()
-        phase(way)
-        settle(x)
-        best = min(best, time.perf_counter() - began)
-        if best > LONG:
+def _times(phase: Callable[[Way], None], ways: list[Way], x: Tensor) -> dict[Way, float]:
+    """Return the shortest of a few runs of each way, in seconds, taken in turn.
+
+    The first run prepares what later ones use. Those that are behind after two more are left out.
+    """
+    best = dict.fromkeys(ways, inf)
+    left = ways
+    for number in range(ROUNDS):
+        for way in left:
+            settle(x)
+            began = time.perf_counter()
+            phase(way)
+            settle(x)
+            best[way] = min(best[way], time.perf_counter() - began)
+        fastest = min(best.values())
+        if number > 1:
+            left = [way for way in left if best[way] <= BEHIND * fastest]
+        if number and (len(left) < 2 <= len(ways) or fastest > LONG):
             break
     return best
 

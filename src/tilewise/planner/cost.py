@@ -108,6 +108,17 @@ class NodeCost:
         """Bytes kept only while the call's stretch is computed again and its backward runs."""
         return self.again * (self.saved_bytes + self.later_bytes)
 
+    def scale(self, step: WholeStep) -> None:
+        """Let all seconds be those within a step."""
+        self.compute_forward *= step.layers
+        self.compute_backward *= step.layers
+        self.halo_forward *= step.layers
+        self.halo_backward *= step.layers
+        self.exchange_forward *= step.layers
+        self.exchange_backward *= step.layers
+        self.optimizer *= step.layers
+        self.sync *= step.sums
+
     def take(self, rows: Ints | int) -> NodeCost:
         """Return the cost of some candidates."""
         return NodeCost(*(np.asarray(getattr(self, field.name)[rows]) for field in fields(self)))
@@ -116,6 +127,19 @@ class NodeCost:
 def bare(halo: Floats, compute: Floats, overlap: float) -> Floats:
     """Return what of a halo's seconds does not hide behind that share of the compute."""
     return np.maximum(halo - overlap * compute, 0.0)
+
+
+@dataclass(frozen=True)
+class WholeStep:
+    """How many times as long as by themselves parts of a step take within one.
+
+    `layers` are calls with their own messages, and the optimizer; `moves` bring tensors from one
+    layer to the next; `sums` are those of gradients.
+    """
+
+    layers: float = 1.0
+    moves: float = 1.0
+    sums: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -128,6 +152,7 @@ class Setting:
     itemsize: int
     optimizer: str
     bucket_bytes: int = BUCKET_BYTES
+    step: WholeStep = WholeStep()
 
     def __post_init__(self) -> None:
         if self.optimizer not in STATES:

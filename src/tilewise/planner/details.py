@@ -19,9 +19,10 @@ from tilewise.planner.cost import bare
 from tilewise.planner.formulate import Formulation
 from tilewise.planner.rows import chosen_moves
 from tilewise.planner.search import Found
-from tilewise.planner.solve import Prices, Solution
+from tilewise.planner.solve import Prices
 from tilewise.planner.solve import prices as solved_prices
 from tilewise.planner.timeline import moments
+from tilewise.planner.within import Limited
 
 MOST_WAYS = 16
 """How many ways to split a layer are kept, the cheapest first."""
@@ -42,7 +43,7 @@ def details(found: Found, *, time_limit: float = 5.0) -> dict[str, Any]:
         "memory_bytes": found.memory_bytes,
         "devices_per_node": setting.node,
         "network": network(planned, [row.name for row in found.rows]),
-        "prices": prices(formulation, found.solution, found.cap, time_limit=time_limit),
+        "prices": prices(formulation, found.limited, time_limit=time_limit),
         "step": step(formulation, choice),
     }
 
@@ -114,7 +115,7 @@ def _axes(layout: Layout) -> list[list[int]]:
 
 
 def prices(
-    found: Formulation, solution: Solution, cap: int | None, *, time_limit: float
+    found: Formulation, limited: Limited, *, time_limit: float
 ) -> dict[str, list[dict[str, Any]]]:
     """Return the cheapest ways to split each layer, with the step that each would have.
 
@@ -126,7 +127,10 @@ def prices(
     """
     if sum(map(len, found.problem.variables)) > MOST_CANDIDATES:
         return {}
-    some = solved_prices(found.problem, solution, cap, most=MOST_WAYS, time_limit=time_limit)
+    solution = limited.solution
+    some = solved_prices(
+        limited.problem, solution, limited.cap, most=MOST_WAYS, time_limit=time_limit
+    )
     return {
         name: _ways(found, variable, solution.choice[variable], one)
         for variable, (name, one) in enumerate(zip(found.names, some, strict=True))

@@ -11,7 +11,8 @@ from tilewise.errors import PlanError
 from tilewise.layout import Degrees
 from tilewise.planner.cost import NodeCost
 from tilewise.planner.formulate import Formulation
-from tilewise.planner.solve import Solution, price
+from tilewise.planner.solve import price
+from tilewise.planner.within import Limited
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,9 @@ class Alternative:
         compute_s, halo_s, exchange_s, sync_s: the layer's own costs, with its followers'.
         held_bytes: what the fullest rank keeps for backward of the layer and its followers.
         alone_seconds, alone_peak_bytes: step and memory if only this layer were changed; the step
-            is infinite where that is not allowed or does not fit.
+            is infinite where that is not allowed or does not fit. Memory is what the search
+            limits: the mean of moments that gave its bound, or, where nothing had to be limited,
+            all that is held and the largest burst.
     """
 
     degrees: Degrees
@@ -58,16 +61,21 @@ class Alternative:
 
 def alternatives(
     found: Formulation,
-    solution: Solution,
+    limited: Limited,
     layer: str,
-    cap: int | None,
     *,
     time_limit: float,
 ) -> list[Alternative]:
     """Price all candidates of a layer, the cheapest first."""
     variable = variable_of(found, layer)
-    choice = solution.choice
-    prices = price(found.problem, variable, cap, solution=solution, time_limit=time_limit)
+    choice = limited.solution.choice
+    prices = price(
+        limited.problem,
+        variable,
+        limited.cap,
+        solution=limited.solution,
+        time_limit=time_limit,
+    )
     members = [cost for name, cost in found.costs.items() if found.choices.owner[name] == variable]
     some = found.choices.candidates[variable]
     out = []

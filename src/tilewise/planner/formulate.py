@@ -28,7 +28,7 @@ from tilewise.planner.calls import SplitCall, described, key_of, list_calls, use
 from tilewise.planner.cost import NodeCost, Setting, node_cost
 from tilewise.planner.follow import follow, follow_simple, simple
 from tilewise.planner.forms import Form, Known
-from tilewise.planner.layouts import Layouts, moved, summed_back
+from tilewise.planner.layouts import Bill, Layouts, moved, summed_back
 from tilewise.planner.memory import keeps
 from tilewise.planner.payload import differentiable
 from tilewise.planner.places import (
@@ -43,6 +43,7 @@ from tilewise.planner.places import (
 )
 from tilewise.planner.price import bill_s
 from tilewise.planner.solve import Consumer, Moves, Problem, Tie, Transfer, Variable
+from tilewise.planner.spans import Span, spans
 from tilewise.planner.stretches import named, stretches
 
 Bools = NDArray[np.bool_]
@@ -82,12 +83,18 @@ class Formulation:
     readers: dict[Value, list[Reader]] = field(default_factory=dict)
     moves: dict[Value, MoveCosts] = field(default_factory=dict)
     calls: dict[str, SplitCall] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
     problem: Problem = field(init=False)
 
     @property
     def names(self) -> list[str]:
         """The layers with candidates, one for each variable."""
         return self.choices.names
+
+    @property
+    def called(self) -> list[str]:
+        """The calls that have costs, in order."""
+        return [node.name for node in self.choices.program.nodes if node.name in self.costs]
 
     def plan(self, choice: tuple[int, ...]) -> Plan:
         """Return chosen candidates as a plan."""
@@ -144,6 +151,8 @@ def formulate(
     some.candidates = [one.twice() if stretch else one for one, stretch in both]
     found = Formulation(graph, setting, some)
     _Walk(found, texts, with_calls).run()
+    for cost in found.costs.values():
+        cost.scale(setting.step)
     found.problem = _problem(found)
     return found
 
@@ -177,6 +186,8 @@ class _Walk:
                 self._follow(node)
         self._outputs()
         self._hold()
+        found = self.found
+        found.spans = spans(self.choices, self.setting, found.called, self.grads)
 
     def _decide(self, node: Node) -> None:
         """Price a call with candidates of its own."""
@@ -393,8 +404,8 @@ class _Walk:
         return next((n for n, i in self.choices.variable.items() if i == owner), first)
 
 
-Tables = dict[Any, tuple[Floats, Floats]]
-"""Seconds forward and backward of all moves of a tensor, by what tells them from others'."""
+Tables = dict[Any, tuple[Moves, tuple[Any, Any]]]
+"""All moves of a tensor, and what passes meanwhile, by what tells them from others'."""
 
 
 class MoveCosts:
@@ -465,15 +476,24 @@ class MoveCosts:
         found.leaves = place.where + len(place.layouts) * (copies & ~kept)
         return found
 
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether any move leaves bytes that are kept."""
+        again = any((wants >= len(self.targets)).any() for wants in self.wants)
+        return bool(self.held.any()) or again
+
     def __call__(self, sources: Ints, targets: Ints) -> Moves:
         """Return tables of shape (sources, targets)."""
         gone, rows = np.divmod(sources, len(self.sources))
         again, columns = np.divmod(targets, len(self.targets))
         if len(self.sources) * len(self.targets) > WHOLE_TABLE:
-            found = self._moves(rows, columns, paired=False)
+            found = self._moves(rows, columns, paired=False)[0]
             forward, backward = found.forward, found.backward
         else:
-            forward, backward = (table[np.ix_(rows, columns)] for table in self._whole)
+            whole, where = self._whole[0], np.ix_(rows, columns)
+            forward, backward = whole.forward[where], whole.backward[where]
+        within = self.setting.step.moves
+        forward, backward = within * forward, within * backward
         if again.any():
             backward = backward + again * forward
         held = np.where((forward > 0) | (gone[:, None] > 0), self.held[columns], 0.0)
@@ -485,34 +505,59 @@ class MoveCosts:
             held = np.where(again > 0, source[:, None] + moved_too, held)
         return Moves(forward, backward, held.astype(np.int64))
 
+    def passing(self, sources: Ints, targets: Ints) -> tuple[Floats, Floats]:
+        """Return the bytes that are there only while moves run, forward and backward.
+
+        Forward that is the tensor as it lies, backward its gradient when it is home again; and what
+        comes and, as much again, what goes.
+        """
+        rows, columns = sources % len(self.sources), targets % len(self.targets)
+        if len(self.sources) * len(self.targets) > WHOLE_TABLE:
+            return self._moves(rows, columns, paired=False)[1]
+        there, back = (table[np.ix_(rows, columns)] for table in self._whole[1])
+        return there, back
+
     @cached_property
-    def _whole(self) -> tuple[Floats, Floats]:
-        """All moves forward and backward; tensors that lie and are wanted alike share them."""
+    def _whole(self) -> tuple[Moves, tuple[Floats, Floats]]:
+        """All moves, and what passes; tensors that lie and are wanted alike share them."""
         everything = np.arange(len(self.sources)), np.arange(len(self.targets))
         key = (self.sources.key, self.targets.key, self.itemsize, self.grads)
         if key not in self.tables:
-            found = self._moves(*everything, paired=False)
-            self.tables[key] = found.forward, found.backward
+            moves, (there, back) = self._moves(*everything, paired=False)
+            self.tables[key] = moves, (there.astype(np.float32), back.astype(np.float32))
         return self.tables[key]
 
     def pairs(self, sources: Ints, targets: Ints) -> Moves:
         """Return the moves from each of some sources to the target beside it."""
         pairs = np.stack([sources, targets], 1)
         some, where = np.unique(pairs, axis=0, return_inverse=True)
-        found = self._moves(some[:, 0], some[:, 1], paired=True)
+        found = self._moves(some[:, 0], some[:, 1], paired=True)[0]
         where = where.reshape(-1)
         return Moves(found.forward[where, 0], found.backward[where, 0], found.held[where, 0])
 
-    def _moves(self, sources: Ints, targets: Ints, *, paired: bool) -> Moves:
+    def _moves(
+        self, sources: Ints, targets: Ints, *, paired: bool
+    ) -> tuple[Moves, tuple[Floats, Floats]]:
+        """Price moves; return also what passes while they run."""
         some, others = self.sources.take(sources), self.targets.take(targets)
         node, machine = self.setting.node, self.setting.machine
+        local = some.local()[:, None]
         forth = moved(some, others, node, by_rank=self.by_rank, paired=paired)
         forward = bill_s(machine, forth, self.itemsize)
-        backward = np.zeros_like(forward)
+        passing = _passing(forth, local) * self.itemsize
+        backward, returning = np.zeros_like(forward), np.zeros_like(forward)
         if self.grads:
             back = summed_back(some, others, node, by_rank=self.by_rank, paired=paired)
             backward = bill_s(machine, back, self.itemsize)
-        return Moves(forward, backward, np.zeros(forward.shape, np.int64))
+            returning = _passing(back, local) * self.itemsize
+        held = np.zeros(forward.shape, np.int64)
+        return Moves(forward, backward, held), (passing, returning)
+
+
+def _passing(bill: Bill, local: Floats) -> Floats:
+    """Return the elements that are there while a tensor moves, of which a rank has `local`."""
+    travels = bill.near + bill.far + bill.summed
+    return np.where(travels > 0, local + 2 * travels, 0.0)
 
 
 def _problem(found: Formulation) -> Problem:

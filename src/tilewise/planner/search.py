@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf, isfinite
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,16 @@ from tilewise.layout import Degrees
 from tilewise.ops.draws import Draws
 from tilewise.plan import Plan
 from tilewise.planner.baselines import NAMES, baselines
-from tilewise.planner.cost import Setting
+from tilewise.planner.cost import Setting, WholeStep
 from tilewise.planner.explain import Alternative, alternatives
 from tilewise.planner.formulate import Formulation, formulate
 from tilewise.planner.machine import Machine, load_machine
 from tilewise.planner.payload import Payload
 from tilewise.planner.rows import Row, rows
 from tilewise.planner.sensitivity import Tried, sensitivity
-from tilewise.planner.solve import Cost, InfeasibleError, Solution, evaluate, frontier, solve
+from tilewise.planner.solve import Cost, evaluate, frontier, solve
 from tilewise.planner.timeline import peak_bytes
+from tilewise.planner.within import Limited, Within
 
 UNITS = {"": 1, "B": 1} | {
     prefix + end: base ** (power + 1)
@@ -58,11 +59,10 @@ class Priced:
 class Found:
     """The best plan that was found, and what else there is to know about it.
 
-    `optimal` is whether no candidate plan is faster, `gap` by how much one might be; under a limit
-    that the fastest of all does not keep, of the plans within the sum that the search limits. Of
-    the time that it took, `price_seconds` went by before the search: all candidates and moves were
-    priced, and plans that people use. `solve_seconds` is the search itself; `time_limit` bounds it
-    alone.
+    `optimal` is whether no candidate plan that fits is faster, `gap` by how much one might be;
+    `short` is whether the fastest plan of all does not fit. Of the time that it took,
+    `price_seconds` went by before the search: all candidates and moves were priced, and plans that
+    people use. `solve_seconds` is the search itself; `time_limit` bounds it alone.
     """
 
     def __init__(
@@ -72,50 +72,27 @@ class Found:
         time_limit: float,
         pins: Mapping[str, Degrees],
         began: float,
+        hints: Sequence[tuple[int, ...]] = (),
     ) -> None:
         self.formulation, self.memory_bytes = formulation, memory_bytes
         self.time_limit, self.pins = time_limit, pins
         base = baselines(formulation, memory_bytes)
-        hints = [choice for choice, _ in base.values()]
+        hints = [*hints, *(choice for choice, _ in base.values())]
         self.price_seconds = time.monotonic() - began
-        self.cap: int | None = None  # of the sum that the search limits, where it had to
-        self.solution = self._solve(hints)
+        self.limited = self._solve(hints)
+        self.solution = self.limited.solution
         self.cost = evaluate(formulation.problem, self.solution.choice)
         self.plan = formulation.plan(self.solution.choice)
         self.baselines = {name: self._priced(*base[name]) for name in NAMES if name in base}
 
-    def _solve(self, hints: Sequence[tuple[int, ...]]) -> Solution:
-        """Find the fastest plan whose peak fits.
-
-        The search limits a sum that is never below the peak. So the fastest plan without any limit
-        comes first, and plans that people use may fit and be faster than all within the sum.
-        """
-        problem, limit = self.formulation.problem, self.time_limit
-        free = solve(problem, time_limit=limit / 2, hints=hints)
-        if peak_bytes(self.formulation, free.choice) <= self.memory_bytes:
-            return free
-        self.cap = self.memory_bytes
-        fitting = [
-            (evaluate(problem, choice).seconds, choice)
-            for choice in hints
-            if peak_bytes(self.formulation, choice) <= self.memory_bytes
-        ]
-        try:
-            left = limit - free.solve_seconds
-            found = solve(problem, self.cap, time_limit=left, hints=[*hints, free.choice])
-        except InfeasibleError:
-            if not fitting:
-                raise
-            found = free
-        else:
-            found = replace(found, solve_seconds=found.solve_seconds + free.solve_seconds)
-            if not fitting or min(fitting)[0] >= found.seconds:
-                return found
-        seconds, choice = min(fitting)
-        gap = seconds / free.bound - 1 if free.bound else inf
-        return replace(
-            found, choice=choice, seconds=seconds, bound=free.bound, optimal=False, gap=gap
-        )
+    def _solve(self, hints: Sequence[tuple[int, ...]]) -> Limited:
+        """Find the fastest plan whose peak fits: the fastest of all, if that one does."""
+        problem, deadline = self.formulation.problem, time.monotonic() + self.time_limit
+        free = solve(problem, time_limit=self.time_limit / 2, hints=hints)
+        self.short = peak_bytes(self.formulation, free.choice) > self.memory_bytes
+        if not self.short:
+            return Limited(free, problem)
+        return Within(self.formulation, self.memory_bytes, free, deadline).run(hints)
 
     @property
     def step_seconds(self) -> float:
@@ -160,6 +137,15 @@ class Found:
         """Return all that a plan sends, counted on the planned program."""
         return Payload(self.planned(plan), plan, node=self.machine.devices_per_node)
 
+    def learned(self, step: WholeStep, known: Sequence[Plan]) -> Found:
+        """Search again with what parts take within a whole step, beginning with known plans."""
+        old, began = self.formulation, time.monotonic()
+        again = any(old.choices.stretches)
+        setting = replace(old.setting, step=step)
+        found = formulate(old.graph, setting, pins=self.pins, recompute=again)
+        hints = [found.choice(plan) for plan in known]
+        return Found(found, self.memory_bytes, self.time_limit, self.pins, began, hints)
+
     def price(self, plan: Plan) -> Priced:
         """Price another plan of the same model for the same machine."""
         choice = self.formulation.choice(plan)
@@ -172,7 +158,7 @@ class Found:
     def explain(self, layer: str, *, time_limit: float | None = None) -> list[Alternative]:
         """Return every way to split a layer with its price when all others re-optimise."""
         limit = self.time_limit if time_limit is None else time_limit
-        return alternatives(self.formulation, self.solution, layer, self.cap, time_limit=limit)
+        return alternatives(self.formulation, self.limited, layer, time_limit=limit)
 
     def frontier(self, points: int = 8) -> list[Priced]:
         """Return plans from the least memory to the fastest, each faster than the one before."""
@@ -185,8 +171,7 @@ class Found:
         return list(
             sensitivity(
                 self.formulation,
-                self.solution.choice,
-                self.cap,
+                self.limited,
                 pins=self.pins,
                 time_limit=self.time_limit,
             )

@@ -9,7 +9,9 @@ from typing import Any
 from tilewise.layout import Degrees
 from tilewise.planner.formulate import Formulation, formulate
 from tilewise.planner.machine import Machine
+from tilewise.planner.moment import Sums
 from tilewise.planner.solve import evaluate, solve
+from tilewise.planner.within import Limited
 
 SHARES = (0.9, 1.1)
 RATES = (
@@ -40,13 +42,16 @@ class Tried:
 
 def sensitivity(
     found: Formulation,
-    choice: tuple[int, ...],
-    cap: int | None,
+    limited: Limited,
     *,
     pins: Mapping[str, Degrees],
     time_limit: float,
 ) -> Iterator[Tried]:
-    """Yield, for each rate and share, what the choice loses there; `changed` counts layers."""
+    """Yield, for each rate and share, what the choice loses there; `changed` counts layers.
+
+    Rates change no bytes: the best one there is limited as this one was.
+    """
+    choice, cap = limited.solution.choice, limited.cap
     share_of_time = time_limit / (len(RATES) * len(SHARES))
     for rate in RATES:
         for share in SHARES:
@@ -54,7 +59,10 @@ def sensitivity(
             setting = replace(found.setting, machine=machine)
             again = any(found.choices.stretches)
             other = formulate(found.graph, setting, pins=pins, recompute=again)
-            best = solve(other.problem, cap, time_limit=share_of_time, hints=[choice])
+            problem = other.problem
+            if limited.weights is not None and cap is not None:
+                problem = Sums(other).problem(limited.weights, cap)
+            best = solve(problem, cap, time_limit=share_of_time, hints=[choice])
             seconds = evaluate(other.problem, choice).seconds
             differs = sum(a != b for a, b in zip(choice, best.choice, strict=True))
             yield Tried(rate, share, seconds / best.seconds - 1.0, differs)

@@ -1,13 +1,15 @@
 """The memory of a step as it goes by: what the fullest rank holds at its fullest moment.
 
-The search adds up all that is held and the largest burst, which is safe: it never says that a plan
-fits that does not. But what the last layers keep is gone when backward reaches the first ones, and
-their gradients are not there yet when it begins. Here each call is looked at in turn:
+What the last layers keep is gone when backward reaches the first ones, and their gradients are not
+there yet when it begins. So each call is looked at in turn:
 
-    forward of call i     blocks and states + kept up to i + workspace of i
+    forward of call i     blocks and states + kept up to i + workspace of i + what passes while its
+                          operands are moved
     backward of call i    blocks and states + kept up to i, but for results that only later calls
-                          keep + gradients from i on + burst of i, or after it a copy of the
-                          small gradients of the bucket that is complete then
+                          keep + gradients from i on + gradients between calls (see spans.py)
+                          + burst of i and what passes while gradients of its operands move back,
+                          or after it a copy of the small gradients of the bucket that is complete
+                          then
     optimizer             blocks and states + all gradients + temporaries of one parameter
 
 A stretch that is computed again keeps only what it reads. In its backward all that its calls save
@@ -26,6 +28,16 @@ from tilewise.graph.sync import ALONE_BYTES, BUCKET_BYTES
 from tilewise.planner.formulate import Formulation
 from tilewise.planner.rows import chosen_moves
 
+PHASES = ("forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One moment of a step: a call's `forward` or `backward`, or its update by the `optimizer`."""
+
+    phase: str
+    call: int
+
 
 @dataclass(frozen=True)
 class Moments:
@@ -39,8 +51,26 @@ class Moments:
     @property
     def peak_bytes(self) -> int:
         """What is held at the fullest of all moments."""
-        every = (self.forward, self.backward, self.optimizer)
-        return int(max(float(moment.max(initial=0.0)) for moment in every))
+        return int(self.every.max(initial=0.0))
+
+    @property
+    def fullest(self) -> Moment:
+        """The moment at which most is held."""
+        return self.at(int(self.every.argmax()))
+
+    @property
+    def every(self) -> NDArray[np.float64]:
+        """All moments, one phase after another."""
+        return np.concatenate((self.forward, self.backward, self.optimizer))
+
+    def bytes_at(self, moment: Moment) -> float:
+        """Return what is held at a moment."""
+        return float(self.every[PHASES.index(moment.phase) * len(self.names) + moment.call])
+
+    def at(self, index: int) -> Moment:
+        """Return the moment at a place of `every`."""
+        phase, call = divmod(index, len(self.names))
+        return Moment(PHASES[phase], call)
 
 
 def peak_bytes(found: Formulation, choice: Sequence[int]) -> int:
@@ -54,7 +84,7 @@ def moments(found: Formulation, choice: Sequence[int]) -> Moments:
         name: sum(int(cost.held[0, 0]) for cost in costs)
         for name, costs in chosen_moves(found, choice).items()
     }
-    names = [node.name for node in found.choices.program.nodes if node.name in found.costs]
+    names = found.called
     columns = np.zeros((9, len(names)))
     again = np.zeros(len(names), bool)
     owners = np.array([found.choices.owner[name] for name in names])
@@ -78,6 +108,10 @@ def moments(found: Formulation, choice: Sequence[int]) -> Moments:
     kept = np.cumsum(np.where(again, left, inner) + moved)
     gradients = np.cumsum(block[::-1])[::-1]
     backward = kept - np.where(again, left, later) + gradients
+    there = np.zeros(len(names))
+    for span in found.spans:
+        there[span.first + 1 : span.last] += span.bytes[choice[span.owner]]
+    passing_forward, passing_backward = _passing(found, choice, names)
     for stretch in _together(owners, again):
         # results that later calls keep are gone when backward comes to the stretch
         before = kept[stretch.stop - 1] - left[stretch].sum()
@@ -86,10 +120,30 @@ def moments(found: Formulation, choice: Sequence[int]) -> Moments:
     always = block.sum() * (found.setting.blocks - 1)
     return Moments(
         tuple(names),
-        always + kept + np.where(again, inner, 0.0) + workspace,
-        always + backward + np.maximum(burst, bucket),
+        always + kept + np.where(again, inner, 0.0) + workspace + passing_forward,
+        always + backward + there + np.maximum(burst + passing_backward, bucket),
         always + block.sum() + copy,
     )
+
+
+def _passing(
+    found: Formulation, choice: Sequence[int], names: Sequence[str]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return what is there while each call's operands move, and their gradients back.
+
+    Calls that want a tensor alike share its move; here each of them pays.
+    """
+    place = {name: index for index, name in enumerate(names)}
+    forward, backward = np.zeros(len(names)), np.zeros(len(names))
+    for value, readers in found.readers.items():
+        moves = found.moves[value]
+        source = moves.leaves[[choice[found.choices.places[value].owner]]]
+        wanted = [wants[choice[r.variable]] for r, wants in zip(readers, moves.wants, strict=True)]
+        there, back = moves.passing(source, np.array(wanted))
+        for column, reader in enumerate(readers):
+            forward[place[reader.node.name]] += there[0, column]
+            backward[place[reader.node.name]] += back[0, column]
+    return forward, backward
 
 
 def _together(owners: NDArray[np.int64], again: NDArray[np.bool_]) -> list[slice]:

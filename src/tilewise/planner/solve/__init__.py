@@ -1,6 +1,7 @@
 """Choose a candidate for each layer so that the step is fastest, and prove it."""
 
 from tilewise.planner.solve.answer import frontier, solve
+from tilewise.planner.solve.descend import Descent
 from tilewise.planner.solve.evaluate import Cost, evaluate
 from tilewise.planner.solve.memory import InfeasibleError, LeastMemory, least_memory
 from tilewise.planner.solve.pricing import Prices, price, prices
@@ -10,6 +11,7 @@ from tilewise.planner.solve.solver import Solution
 __all__ = [
     "Consumer",
     "Cost",
+    "Descent",
     "InfeasibleError",
     "LeastMemory",
     "Moves",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
+from math import inf
 
 import numpy as np
 
@@ -36,10 +38,12 @@ class Descent:
             for v, mine in members:
                 self._tied[v] += [(mine, w, theirs) for w, theirs in members if w != v]
 
-    def __call__(self, start: Sequence[int], sweeps: int = 4) -> list[int]:
+    def __call__(
+        self, start: Sequence[int], sweeps: int = 4, *, deadline: float = inf
+    ) -> list[int]:
         """Return an assignment that is no worse than `start`, which keeps all ties.
 
-        Less memory above the cap counts before less time.
+        Less memory above the cap counts before less time. After the deadline it is the best so far.
         """
         choice = list(start)
         bursts = np.array([v.burst[k] for v, k in zip(self.problem.variables, choice)])
@@ -49,6 +53,8 @@ class Descent:
             for v, variable in enumerate(self.problem.variables):
                 if len(variable) == 1:
                     continue
+                if time.monotonic() > deadline:
+                    return choice
                 prices = self._prices(choice, v)
                 bursts[v] = 0
                 sums = totals[:, None] + prices - prices[:, [choice[v]]]

@@ -39,7 +39,15 @@ class InfeasibleError(PlanError):
     `least` has the least memory known; `holders` are (variable name, bytes held), most first.
     """
 
-    def __init__(self, cap: int, least: LeastMemory, holders: Sequence[tuple[str, int]]) -> None:
+    def __init__(
+        self,
+        cap: int,
+        least: LeastMemory,
+        holders: Sequence[tuple[str, int]],
+        *,
+        recompute: bool = False,
+    ) -> None:
+        """Take what was asked for and what is known; `recompute` is whether plans may have it."""
         self.cap = cap
         self.least = least
         self.holders = tuple(holders)
@@ -49,9 +57,12 @@ class InfeasibleError(PlanError):
         elif least.bound <= cap:
             needs = f"{least.peak_bytes:,} bytes as found, {least.bound:,} or more for certain"
         names = ", ".join(f"{name} ({held:,})" for name, held in self.holders[:5])
+        way_out = "more devices or a smaller batch"
+        if not recompute:
+            way_out = "more devices, a smaller batch or recomputation (--recompute)"
         super().__init__(
             f"plan: memory (={cap:,} bytes) is too small: the smallest plan needs {needs}; most "
-            f"is held by {names}; use more devices, a smaller batch or recomputation"
+            f"is held by {names}; use {way_out}"
         )
 
 

@@ -116,7 +116,7 @@ class Solver:
         self.offer(choice)
         if tuple(choice) not in self._descended:
             self._descended.add(tuple(choice))
-            self.offer(self._descent(choice))
+            self.offer(self._descent(choice, deadline=self.deadline))
 
     def start(self, hints: Sequence[Sequence[int]]) -> None:
         """Descend from the best hints and from the fastest candidates."""

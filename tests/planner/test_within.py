@@ -1,0 +1,130 @@
+"""Plans under a limit of memory, judged by their peak, against all plans of small networks."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from plans import graph_of
+from tilewise import Graph, capture, search
+from tilewise.planner.cost import Setting
+from tilewise.planner.formulate import Formulation, formulate
+from tilewise.planner.machine import load_machine
+from tilewise.planner.moment import Sums
+from tilewise.planner.solve import InfeasibleError, evaluate
+from tilewise.planner.timeline import PHASES, Moment, moments, peak_bytes
+from tilewise.planner.within import least_peak
+
+
+class Skipped(nn.Module):
+    """A tensor with two readers, a window, and a layer with most of the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm1d(8)
+        self.second = nn.Conv1d(8, 8, 3, padding=1)
+        self.last = nn.Linear(8 * 120, 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.first(x)))
+        y: Tensor = self.last((x + self.second(x)).flatten(1))
+        return y
+
+
+@cache
+def skipped() -> Graph:
+    torch.manual_seed(0)
+    return capture(Skipped(), (torch.zeros(4, 3, 120),), F.cross_entropy)
+
+
+@cache
+def every_plan(recompute: bool) -> list[tuple[float, int]]:
+    """Return seconds and peak of all plans."""
+    setting = Setting(load_machine("p100x4"), 2, "float32", 4, "adam")
+    found = formulate(skipped(), setting, recompute=recompute)
+    choices = product(*(range(k) for k in found.problem.choices))
+    return [(evaluate(found.problem, c).seconds, peak_bytes(found, c)) for c in choices]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_limited_plan_is_as_good_as_it_says(recompute: bool) -> None:
+    plans = every_plan(recompute)
+    peaks = sorted({peak for _, peak in plans})
+    fastest = min(plans)[1]
+    proven = 0
+    limits = [*np.linspace(peaks[0], fastest, 6).astype(int).tolist(), peaks[1], fastest - 1]
+    for limit in limits:
+        best = min(seconds for seconds, peak in plans if peak <= limit)
+        found = search(
+            skipped(), devices=2, machine="p100x4", memory=limit, recompute=recompute, time_limit=10
+        )
+        assert found.peak_bytes <= limit
+        assert found.step_seconds >= best * (1 - 1e-9)
+        assert found.step_seconds <= best * (1 + found.gap) * (1 + 1e-8)
+        assert found.step_seconds == pytest.approx(best, rel=1e-8) or not found.optimal
+        proven += found.optimal
+    assert proven > len(limits) / 2
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_no_plan_keeps(recompute: bool) -> None:
+    least = min(peak for _, peak in every_plan(recompute))
+    with pytest.raises(InfeasibleError, match="too small") as caught:
+        search(
+            skipped(), devices=2, machine="p100x4", memory=least - 1, recompute=recompute,
+            time_limit=10,
+        )  # fmt: skip
+    known = caught.value.least
+    assert known.bound <= least <= known.peak_bytes
+    assert known.peak_bytes <= 1.05 * least
+    assert ("--recompute" in str(caught.value)) != recompute
+    names = [name for name, _ in caught.value.holders]
+    assert set(names) == {"first", "second", "last", "#add"}
+    held = [size for _, size in caught.value.holders]
+    assert held == sorted(held, reverse=True)
+    assert 0.5 * known.peak_bytes < sum(held) <= known.peak_bytes
+
+
+def some_choices(found: Formulation, count: int) -> list[tuple[int, ...]]:
+    rng = np.random.default_rng(0)
+    sizes = found.problem.choices
+    return [tuple(int(rng.integers(k)) for k in sizes) for _ in range(count)]
+
+
+@pytest.mark.parametrize("name", ["joined", "unet"])
+def test_bytes_at_a_moment_are_a_sum(name: str) -> None:
+    """Moved copies, tensors that pass, and stretches that are computed again among them."""
+    setting = Setting(load_machine("lassen"), 4, "float32", 4, "adam")
+    found = formulate(graph_of(name), setting, recompute=True)
+    sums = Sums(found)
+    for choice in some_choices(found, 4):
+        held = moments(found, choice)
+        for call in range(len(held.names)):
+            for phase in PHASES:
+                moment = Moment(phase, call)
+                own = evaluate(sums.problem({moment: 1.0}, 1 << 60), choice).peak_bytes
+                assert own <= held.bytes_at(moment)
+                if phase != "backward":  # there the copy of a bucket may be larger than the burst
+                    assert own == pytest.approx(held.bytes_at(moment), rel=1e-3, abs=64)
+        assert max(least[k] for least, k in zip(sums.least, choice)) <= held.peak_bytes + 1
+        pair = {Moment("forward", 2): 3.0, Moment("backward", 1): 1.0}
+        mean = evaluate(sums.problem(pair, 1 << 60), choice).peak_bytes
+        assert mean <= sum(w * held.bytes_at(m) for m, w in pair.items()) / 4
+
+
+def test_the_least_peak_is_bounded() -> None:
+    setting = Setting(load_machine("lassen"), 4, "float32", 4, "adam")
+    found = formulate(graph_of("joined"), setting)
+    least = least_peak(found, deadline=np.inf)
+    assert least.peak_bytes == peak_bytes(found, least.choice)
+    assert least.bound <= least.peak_bytes
+    assert least.bound > 0.8 * least.peak_bytes
+    for choice in some_choices(found, 50):
+        assert peak_bytes(found, choice) >= least.bound
