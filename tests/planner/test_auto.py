@@ -189,7 +189,7 @@ def try_plans(
         mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}),
         mock.patch.object(finals, "step_seconds", pretend),
         mock.patch.multiple(finals, HOPELESS=1e9, SECONDS=limit),
-        mock.patch.object(auto_plans, "TURNS", 1),
+        mock.patch.object(auto_plans, "ROUNDS", (5,)),
     ):
         return seen, splits(read_plan(graph(), "auto", mesh, model=net()))
 
@@ -205,7 +205,7 @@ def test_the_plan_that_runs_fastest_is_taken(folder: str, fast: str) -> None:
 def test_plans_that_come_close_run_again(folder: str) -> None:
     tried, chosen = ranks(2, try_plans, folder, {"1": 1.05, "n2": 1.0}, 1e9)[0]
     assert {one: tried.count(one) for one in tried} == {
-        one: len(finals.BEHIND) + 1 if one in ("1", "n2") else 1 for one in tried
+        one: 5 if one in ("1", "n2") else 1 for one in tried
     }
     assert chosen == "n2"
 
@@ -325,7 +325,7 @@ def try_options(mesh: Mesh, folder: str) -> list[tuple[tuple[str, ...], torch.dt
         mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}),
         mock.patch.object(finals, "step_seconds", pretend),
         mock.patch.multiple(finals, HOPELESS=1e9, SECONDS=-1.0),
-        mock.patch.object(auto_plans, "TURNS", 1),
+        mock.patch.object(auto_plans, "ROUNDS", (5,)),
     ):
         for casts in (True, False):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=casts):

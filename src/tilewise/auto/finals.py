@@ -37,7 +37,7 @@ from tilewise.planner.search import Found
 
 HOPELESS = 2.5  # how many times the best prediction's time a plan may be predicted to take
 MOST = 24  # plans that run
-BEHIND = (1.25, 1.15, 1.1, 1.1)  # times the fastest one's time, to stay after so many rounds
+BEHIND = 1.2  # how many times the fastest one's time a plan may take to run again
 STEPS = 3
 SECONDS = 90.0  # after which no further plan runs for the first time, and no round begins
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -82,13 +82,14 @@ def race(
     device: torch.device,
     backend: str,
     optimizer: str,
+    rounds: int,
 ) -> Generator[str, None, list[float]]:
     """Return the seconds of a step under each plan, known or measured now; yields what runs.
 
     Infinite for those that did not run: the model refused, or time was up.
     """
     path = _kept_in(mesh, backend)
-    key = f"{head(mesh, device)} {_digest(model, graph, plans)} {optimizer}"
+    key = f"{head(mesh, device)} {_digest(model, graph, plans)} {optimizer} {rounds}"
     known = json.loads(tell(mesh, json.dumps(load(path).get(key)) if mesh.rank == 0 else None))
     if isinstance(known, list) and len(known) == len(plans):
         return [inf if one is None else float(one) for one in known]
@@ -96,7 +97,7 @@ def race(
     left = list(range(len(plans)))
     began = time.monotonic()
     trial = Mesh(mesh.world_ranks)  # so that what only a plan that loses needs is closed again
-    for number, behind in enumerate((*BEHIND, inf), start=1):
+    for number in range(1, rounds + 1):
         for place, index in enumerate(left, start=1):
             yield f"plans: {place} of {len(left)}, round {number}"
             times[index].append(step_seconds(trial, model, graph, plans[index], device, optimizer))
@@ -104,7 +105,7 @@ def race(
             if late and number == 1 and place > 1:
                 break
         best = min(min(seconds) for seconds in times if seconds)
-        left = [i for i in left if times[i] and min(times[i]) <= behind * best]
+        left = [i for i in left if times[i] and min(times[i]) <= BEHIND * best]
         if late or len(left) < 2 or not isfinite(best):
             break
     trial.close()

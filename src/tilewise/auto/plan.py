@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -39,7 +40,8 @@ from tilewise.planner.whole import Parts, fit_step
 
 AUTO = "auto"
 TIME_LIMIT = 20.0
-TURNS = 3  # of running plans and learning from it
+ROUNDS = (2, 5, 5)  # of running plans, learning from it between them
+FINALISTS = 4
 
 
 def parallelize(
@@ -116,8 +118,9 @@ def auto_plan(
 ) -> Generator[str, None, tuple[Plan, Found | None]]:
     """Search, and try plans on the model; returns the fastest, and on rank 0 what was found.
 
-    The plan that was found and those in common use run first. If another one is predicted to be the
-    fastest with what their steps have taught, it runs too. Yields what is being measured.
+    The plan that was found and those in common use run first. The fastest of them run again, beside
+    the one that is predicted to be the fastest with what their steps have taught. If that teaches
+    of another one, it runs beside the fastest so far. Yields what is being measured.
     """
     device = device_of(model)
     found = yield from auto_search(
@@ -126,22 +129,25 @@ def auto_plan(
     )  # fmt: skip
     first, ran, chosen = found, dict[str, float](), ""
 
-    def next_up() -> str:
+    def next_up(turn: int) -> str:
         nonlocal found
         assert first is not None
         if not ran:
             return json.dumps([one.to_json() for one in contenders(first)])
         found = _learned(first, ran)
         new = found.plan.to_json()
+        if turn == 1:
+            best = sorted(ran, key=ran.__getitem__)[:FINALISTS]
+            return json.dumps(list(dict.fromkeys([new, *best])))
         return json.dumps([chosen] if new in ran else [new, chosen])
 
-    for _ in range(TURNS):
-        texts = json.loads(told(mesh, next_up))
+    for turn, rounds in enumerate(ROUNDS):
+        texts = json.loads(told(mesh, partial(next_up, turn)))
         chosen = chosen or texts[0]
         if model is None or on_meta(model) or len(texts) == 1:
             break  # nothing to run, or nothing new
         plans = [replace(Plan.from_json(text), **(options or {})) for text in texts]
-        seconds = yield from race(mesh, model, graph, plans, device, _backend(), optimizer)
+        seconds = yield from race(mesh, model, graph, plans, device, _backend(), optimizer, rounds)
         ran.update({text: one for text, one in zip(texts, seconds) if isfinite(one)})
         chosen = texts[seconds.index(min(seconds))]
         if not ran:
