@@ -13,6 +13,9 @@ from torch.nn import functional as F
 
 from plans import graph_of
 from tilewise import Graph, capture, search
+from tilewise.layout import Degrees
+from tilewise.planner.baselines import baselines
+from tilewise.planner.candidates import all_degrees
 from tilewise.planner.cost import Setting
 from tilewise.planner.formulate import Formulation, formulate
 from tilewise.planner.machine import load_machine
@@ -128,3 +131,40 @@ def test_the_least_peak_is_bounded() -> None:
     assert least.bound > 0.8 * least.peak_bytes
     for choice in some_choices(found, 50):
         assert peak_bytes(found, choice) >= least.bound
+
+
+@pytest.mark.parametrize("time_limit", [1e-6, 10.0])
+def test_prices_under_a_limit_hold_for_plans_that_fit(time_limit: float) -> None:
+    setting = Setting(load_machine("p100x4"), 2, "float32", 4, "adam")
+    every = formulate(skipped(), setting)
+    plans = [
+        (choice, evaluate(every.problem, choice).seconds, peak_bytes(every, choice))
+        for choice in product(*(range(k) for k in every.problem.choices))
+    ]
+    peaks = sorted({peak for _, _, peak in plans})
+    for limit in (peaks[1], peaks[len(peaks) // 2]):
+        found = search(skipped(), devices=2, machine="p100x4", memory=limit, time_limit=time_limit)
+        fitting = [(choice, seconds) for choice, seconds, peak in plans if peak <= limit]
+        here = found.solution.choice
+        for variable, name in enumerate(found.formulation.names):
+            some = found.formulation.choices.candidates[variable]
+            for way in found.explain(name, time_limit=time_limit):
+                index = some.index(way.degrees, again=way.recompute)
+                best = min((s for c, s in fitting if c[variable] == index), default=np.inf)
+                assert way.step_seconds <= best * (1 + 1e-8)
+                assert way.step_seconds == pytest.approx(best, rel=1e-8) or not way.exact
+                alone = (*here[:variable], index, *here[variable + 1 :])
+                seconds = next((s for c, s in fitting if c == alone), np.inf)
+                assert way.alone_seconds == pytest.approx(seconds)
+
+
+def test_usual_plans_are_judged_by_their_peak() -> None:
+    setting = Setting(load_machine("lassen"), 4, "float32", 4, "adam")
+    found = formulate(graph_of("unet"), setting)
+    every = all_degrees(4)
+    usual = {found.nearest(Degrees(*map(int, row))) for row in every[every.prod(1) == 4]}
+    prices = [(evaluate(found.problem, one).seconds, peak_bytes(found, one)) for one in usual]
+    for limit in sorted(peak for _, peak in prices):
+        choice, cost = baselines(found, limit)["uniform"]
+        assert peak_bytes(found, choice) <= limit
+        assert cost.seconds == min(seconds for seconds, peak in prices if peak <= limit)

@@ -9,7 +9,6 @@ uniform     the same degrees for all layers wherever they are legal, the best on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,15 +17,17 @@ from numpy.typing import NDArray
 from tilewise.planner.candidates import all_degrees
 from tilewise.planner.formulate import Formulation
 from tilewise.planner.solve import Cost, evaluate
+from tilewise.planner.timeline import peak_bytes
 
 Ints = NDArray[np.int64]
 Choice = tuple[int, ...]
 
+LOOK = 32  # plans of a kind that may not fit before others are judged by what their layers hold
 NAMES = ("data", "spatial", "model", "owt", "uniform")
 
 
 def baselines(found: Formulation, cap: int) -> dict[str, tuple[Choice, Cost]]:
-    """Return each baseline's choice and cost: the fastest of its kind that fits, if any does."""
+    """Return each baseline's choice and cost: the fastest of its kind that was found to fit."""
     devices = found.setting.devices
     every = all_degrees(devices)
     full = every[every.prod(1) == devices]
@@ -49,9 +50,10 @@ def baselines(found: Formulation, cap: int) -> dict[str, tuple[Choice, Cost]]:
 
 
 def _best(found: Formulation, choices: Ints, cap: int) -> tuple[Choice, Cost] | None:
-    """Return the fastest choice that fits, or the one of least memory.
+    """Return the fastest choice whose peak fits; where none of those looked at does, a small one.
 
-    The layers' own costs bound a choice from below, so most are never evaluated.
+    The layers' own costs bound a choice from below, so most are never evaluated. After LOOK that do
+    not fit, only those are looked at that should by what their layers hold.
     """
     variables = found.problem.variables
     choices = np.unique(choices, axis=0)
@@ -63,30 +65,30 @@ def _best(found: Formulation, choices: Ints, cap: int) -> tuple[Choice, Cost] | 
     bound = total("forward") + np.maximum(total("backward"), total("sync"))
     burst = np.max([v.burst[choices[:, i]] for i, v in enumerate(variables)], axis=0)
     least = total("held") + burst
-    if (least <= cap).any():
-        order = np.argsort(np.where(least <= cap, bound, np.inf), kind="stable")
-    else:
-        order = np.argsort(least, kind="stable")[:1]
+    order = np.argsort(bound, kind="stable")
     best: tuple[Choice, Cost] | None = None
-    for row, cost in _evaluated(found, choices[order]):
-        index = order[row]
-        if best is not None and (bound[index] >= best[1].seconds or least[index] > cap):
+    smallest: tuple[int, Choice, Cost] | None = None
+    misses = 0
+    for index in order.tolist():
+        if best is not None and bound[index] >= best[1].seconds:
             break
-        if best is None or _key(cost, cap) < _key(best[1], cap):
-            best = tuple(int(k) for k in choices[index]), cost
-    return best
-
-
-def _key(cost: Cost, cap: int) -> tuple[bool, float]:
-    return cost.peak_bytes > cap, cost.seconds
-
-
-def _evaluated(found: Formulation, choices: Ints) -> Iterator[tuple[int, Cost]]:
-    for row, choice in enumerate(choices):
+        if misses >= LOOK and least[index] > cap:
+            continue
+        choice = tuple(int(k) for k in choices[index])
         try:
-            yield row, evaluate(found.problem, [int(k) for k in choice])
+            cost = evaluate(found.problem, choice)
         except ValueError:  # layers that share a parameter would be cut differently
             continue
+        if best is not None and cost.seconds >= best[1].seconds:
+            continue
+        peak = peak_bytes(found, choice)
+        if peak <= cap:
+            best = choice, cost
+            continue
+        misses += 1
+        if smallest is None or peak < smallest[0]:
+            smallest = peak, choice, cost
+    return best if best is not None or smallest is None else smallest[1:]
 
 
 def _fitted(found: Formulation, wanted: Ints) -> Ints:

@@ -132,16 +132,17 @@ def prices(
         limited.problem, solution, limited.cap, most=MOST_WAYS, time_limit=time_limit
     )
     return {
-        name: _ways(found, variable, solution.choice[variable], one)
+        name: _ways(found, limited, variable, one)
         for variable, (name, one) in enumerate(zip(found.names, some, strict=True))
     }
 
 
-def _ways(found: Formulation, variable: int, chosen: int, one: Prices) -> list[dict[str, Any]]:
+def _ways(found: Formulation, limited: Limited, variable: int, one: Prices) -> list[dict[str, Any]]:
     order = np.lexsort((one.alone, one.seconds)).tolist()
-    kept = order[:MOST_WAYS]
+    kept, chosen = order[:MOST_WAYS], limited.solution.choice[variable]
     if chosen not in kept:
         kept = [chosen, *kept[:-1]]
+    one = limited.judged(found, variable, one, kept)
     some = found.choices.candidates[variable]
     return [
         {

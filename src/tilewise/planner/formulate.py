@@ -524,7 +524,7 @@ class MoveCosts:
         key = (self.sources.key, self.targets.key, self.itemsize, self.grads)
         if key not in self.tables:
             moves, (there, back) = self._moves(*everything, paired=False)
-            self.tables[key] = moves, (there.astype(np.float32), back.astype(np.float32))
+            self.tables[key] = moves, (there, back)
         return self.tables[key]
 
     def pairs(self, sources: Ints, targets: Ints) -> Moves:

@@ -39,7 +39,8 @@ class Sums:
     def problem(self, weights: Mapping[Moment, float], limit: int) -> Problem:
         """Return the problem whose held bytes are the weighted mean of moments.
 
-        Candidates that no plan within the limit has burst above it, all others do not burst.
+        Candidates that no plan within the limit has burst above it, all others do not burst. Peaks
+        are whole bytes: one that is less than a byte above the limit keeps it.
         """
         total = sum(weights.values())
         shares = {moment: weight / total for moment, weight in weights.items()}
@@ -52,7 +53,7 @@ class Sums:
             replace(
                 v,
                 held=np.floor(own).astype(np.int64),
-                burst=np.where(least > limit, limit + 1, 0).astype(np.int64),
+                burst=np.where(least >= limit + 1.01, limit + 1, 0).astype(np.int64),
             )
             for v, own, least in zip(problem.variables, held, self.least, strict=True)
         ]

@@ -27,7 +27,10 @@ RATES = (
 
 @dataclass(frozen=True)
 class Tried:
-    """One rate times `share`: how much slower the plan is than the best one would be then."""
+    """One rate times `share`: how much slower the plan is than the best one would be then.
+
+    At most so much, where memory was limited: the best one may not fit.
+    """
 
     rate: str
     share: float
@@ -49,7 +52,8 @@ def sensitivity(
 ) -> Iterator[Tried]:
     """Yield, for each rate and share, what the choice loses there; `changed` counts layers.
 
-    Rates change no bytes: the best one there is limited as this one was.
+    Rates change no bytes: what limited the search of this plan limits that of the best one there,
+    which is a mean of moments, so that its peak may still be above the limit.
     """
     choice, cap = limited.solution.choice, limited.cap
     share_of_time = time_limit / (len(RATES) * len(SHARES))

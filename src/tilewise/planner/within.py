@@ -4,8 +4,8 @@ The solver limits one sum over layers and moves, but the peak is the largest of 
 moment of a step. So a weighted mean of some moments is limited (see moment.py). It is never above
 the peak, so what is proven of the plans that keep it holds for all whose peak does. It begins with
 the moment that is the fullest in the fastest plan of all. Where the best plan under that limit
-does not fit, because other moments have become fuller, weights are taken under which none of the
-plans so far would have kept the limit.
+does not fit, because other moments have become fuller, weights are taken under which the plans so
+far are as far above the limit as can be.
 
 In the meantime such plans are made to fit by changing single layers (see mend.py). The best plan
 that fits is returned; it is proven best where it is as fast as the bound.
@@ -26,6 +26,7 @@ from tilewise.planner.moment import Sums
 from tilewise.planner.solve import (
     InfeasibleError,
     LeastMemory,
+    Prices,
     Problem,
     Solution,
     evaluate,
@@ -33,7 +34,7 @@ from tilewise.planner.solve import (
     solve,
 )
 from tilewise.planner.solve.search import TOLERANCE
-from tilewise.planner.timeline import Moment, Moments, moments
+from tilewise.planner.timeline import Moment, Moments, moments, peak_bytes
 
 ROUNDS = 12
 """How many means to minimise for the least peak at most."""
@@ -62,6 +63,29 @@ class Limited:
     cap: int | None = None
     weights: Mapping[Moment, float] | None = None
 
+    def judged(
+        self, found: Formulation, variable: int, prices: Prices, which: Iterable[int]
+    ) -> Prices:
+        """Return prices of plans whose peak fits, where prices are of plans that keep the mean.
+
+        Those are lower bounds, and exact only where no plan keeps even the mean. What the step
+        would be if nothing else changed is found for the candidates in `which`.
+        """
+        if self.cap is None:
+            return prices
+        solution, chosen = self.solution, self.solution.choice[variable]
+        seconds, exact = prices.seconds.copy(), np.isinf(prices.seconds)
+        alone, held = np.full(len(seconds), inf), prices.alone_bytes.copy()
+        for index in which:
+            if np.isfinite(prices.alone[index]):
+                choice = (*solution.choice[:variable], index, *solution.choice[variable + 1 :])
+                held[index] = peak_bytes(found, choice)
+                if held[index] <= self.cap:
+                    alone[index] = prices.alone[index]
+        seconds[chosen] = solution.seconds if solution.optimal else solution.bound
+        exact[chosen] = solution.optimal
+        return Prices(seconds, np.where(exact, seconds, alone), exact, alone, held)
+
 
 class Within:
     """The search for plans whose peak keeps a limit; `free` is the solution without one."""
@@ -69,12 +93,12 @@ class Within:
     def __init__(self, found: Formulation, limit: int, free: Solution, deadline: float) -> None:
         self.found, self.limit, self.free, self.deadline = found, limit, free, deadline
         self.sums = Sums(found)
-        self._mending = Mending(self.sums, limit, deadline)
+        self._mending = Mending(self.sums, limit)
         self.best: tuple[float, Choice] | None = None
         self._least: LeastMemory | None = None
         self._limited = Limited(free, found.problem)
 
-    def run(self, hints: Iterable[Choice]) -> Limited:
+    def run(self, hints: Sequence[Choice]) -> Limited:
         """Return the best plan found, with what is proven of it.
 
         Raises:
@@ -89,7 +113,7 @@ class Within:
         except InfeasibleError as error:
             needed = min(error.least.bound, self.limit + 1)
         if self.best is None:
-            least = self._least or self._least_peak(max(self._left, SAYING))
+            least = self._least_peak(max(self._left, SAYING), hints)
             if self.best is None:
                 raise self._infeasible(replace(least, bound=max(least.bound, needed)))
         seconds, choice = self.best
@@ -99,7 +123,7 @@ class Within:
             self._limited.solution,
             choice=choice,
             seconds=seconds,
-            peak_bytes=evaluate(self.found.problem, choice).peak_bytes,
+            peak_bytes=peak_bytes(self.found, choice),
             bound=bound,
             optimal=optimal,
             gap=0.0 if optimal else seconds / bound - 1.0 if bound else inf,
@@ -133,10 +157,15 @@ class Within:
             before = self._limited.solution.bound, self.best
             weights = weigh(seen, self.limit)
             problem = self.sums.problem(weights, self.limit)
+            if self._limited.cap is None:  # what is proven without a limit holds with one
+                self._limited = Limited(self.free, problem, self.limit, weights)
             solution = solve(problem, self.limit, time_limit=self._left / 2, hints=self._hints())
+            held = self._offer(solution.choice)
+            if held.peak_bytes <= self.limit and not solution.optimal and self._left > 0:
+                solution = solve(problem, self.limit, time_limit=self._left, hints=self._hints())
+                held = self._offer(solution.choice)
             if solution.bound > self._limited.solution.bound:
                 self._limited = Limited(solution, problem, self.limit, weights)
-            held = self._offer(solution.choice)
             if held.peak_bytes > self.limit and not self._closed:
                 self._fit(solution.choice)
             if held.peak_bytes <= self.limit or self._closed or self._left <= 0:
@@ -147,18 +176,23 @@ class Within:
     def _fit(self, choice: Choice) -> None:
         """Look for a plan that fits near one that does not; where there is none, for any."""
         self._mend(choice)
-        if self.best is None and self._least is None:
+        if self.best is None and self._least is None and self._left > 0:
             self._least = self._least_peak(self._left / 3)
 
     def _mend(self, choice: Choice) -> None:
-        mended = self._mending(choice)
+        # half of what is left is for the bound
+        deadline = time.monotonic() + max(self._left, 0.0) / 2
+        mended = self._mending(choice, deadline)
         if mended is not None:
-            self._offer(self._mending.improve(mended))
+            self._offer(mended)
+            self._offer(self._mending.improve(mended, deadline))
 
-    def _least_peak(self, seconds: float) -> LeastMemory:
+    def _least_peak(self, seconds: float, known: Sequence[Choice] = ()) -> LeastMemory:
         """Return the plan with the least peak, and take it, mended, if it fits."""
         deadline = time.monotonic() + seconds
-        start = [self.free.choice, self._limited.solution.choice]
+        start = [self.free.choice, self._limited.solution.choice, *known]
+        if self._least is not None:
+            start.append(self._least.choice)
         least = least_peak(self.found, deadline, start=start, enough=self.limit)
         self._offer(least.choice)
         self._mend(least.choice)

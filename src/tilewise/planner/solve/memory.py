@@ -51,18 +51,20 @@ class InfeasibleError(PlanError):
         self.cap = cap
         self.least = least
         self.holders = tuple(holders)
-        needs = f"at least {least.bound:,} bytes"
+        why = f"is too small: the smallest plan needs at least {least.bound:,} bytes"
         if least.exact:
-            needs = f"{least.peak_bytes:,} bytes"
+            why = f"is too small: the smallest plan needs {least.peak_bytes:,} bytes"
         elif least.bound <= cap:
-            needs = f"{least.peak_bytes:,} bytes as found, {least.bound:,} or more for certain"
+            why = (
+                f"seems too small: the smallest plan found needs {least.peak_bytes:,} bytes; "
+                f"{least.bound:,} or more are needed for certain"
+            )
         names = ", ".join(f"{name} ({held:,})" for name, held in self.holders[:5])
         way_out = "more devices or a smaller batch"
         if not recompute:
             way_out = "more devices, a smaller batch or recomputation (--recompute)"
         super().__init__(
-            f"plan: memory (={cap:,} bytes) is too small: the smallest plan needs {needs}; most "
-            f"is held by {names}; use {way_out}"
+            f"plan: memory (={cap:,} bytes) {why}; most is held by {names}; use {way_out}"
         )
 
 

@@ -146,6 +146,6 @@ class LayerPanel {
     return [el("h3", {}, title),
       table(heads, rows, `Prices for ${owner}`),
       el("p", { class: "note" }, "“Step” is the best step with that split when all other layers re-optimise: exact, or between two bounds, or at least that, where the time for proving ran out. " +
-        "“Others stay” is the step, with its memory, if nothing else changes; a dash where that alone is not allowed or does not fit. Memory is the sum that the search limits: never too small, often above the step's real peak.")];
+        "“Others stay” is the step, with its memory, if nothing else changes; a dash where that alone is not allowed or does not fit. Where memory had to be limited it is the step's peak, otherwise all that is held and the largest burst added up, which is often above the peak.")];
   }
 }
