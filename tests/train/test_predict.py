@@ -18,10 +18,11 @@ from tilewise import Degrees, Layout, Mesh
 from tilewise.cli.app import app
 from tilewise.comm.pool import exhausted
 from tilewise.data.output import check_output, chunks, create_output, open_output
-from tilewise.errors import DataError
+from tilewise.errors import DataError, RecipeError
 from tilewise.testing import ranks
+from tilewise.train.manifest import Manifest
 from tilewise.train.payload import Payload
-from tilewise.train.predict import predict
+from tilewise.train.predict import _judged, predict, recipe_of
 from tilewise.train.resume import checkpoint_in
 
 Saved = tuple[Path, Path, Segmenter]
@@ -84,6 +85,42 @@ def test_predictions_equal_one_device(
     ranks(count, run, {**options, "out": str(classes), "classes": True})
     assert read(classes).dtype == np.uint8
     np.testing.assert_array_equal(read(classes), expected.argmax(1).numpy())
+
+
+def one_and_a_half(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A loss of one's own, with calls that a plan names."""
+    return ((output - target).abs() ** 1.5).mean()
+
+
+def judge(loss: str, tmp_path: Path) -> tuple[Any, Any, str]:
+    """Train a regressor split; returns its outputs and classes, predicted by the saved plan."""
+    data = make_set(tmp_path / "set")
+    trained(2, recipe(data, plan="d2", train_epochs=1, train_loss=loss), tmp_path / "run")
+    folder = checkpoint_in(tmp_path / "run")
+    plan = json.dumps(Manifest.read(folder.absolute()).plan)
+    options = {"checkpoint": str(folder), "data": str(data), "plan": plan}
+    ranks(2, run, {**options, "out": str(tmp_path / "y.npy")})
+    ranks(2, run, {**options, "out": str(tmp_path / "c.npy"), "classes": True})
+    return read(tmp_path / "y.npy"), read(tmp_path / "c.npy"), plan
+
+
+def test_a_plan_that_names_calls_of_the_loss_predicts(tmp_path: Path) -> None:
+    outputs, classes, plan = judge(f"{__file__}:one_and_a_half", tmp_path)
+    assert '"#' in plan
+    np.testing.assert_array_equal(classes, outputs.argmax(1))
+
+
+def test_logits_of_yes_and_no_become_ones_and_zeros(tmp_path: Path) -> None:
+    outputs, classes, _ = judge("binary_cross_entropy", tmp_path)
+    assert classes.dtype == np.uint8
+    np.testing.assert_array_equal(classes, outputs > 0)
+
+
+def test_one_channel_has_no_classes(saved: Saved) -> None:
+    _, folder, _ = saved
+    read_from = recipe_of(checkpoint_in(folder))
+    with pytest.raises(RecipeError, match="leave --classes out"):
+        _judged(read_from, Layout.replicated((4, 1, 7), ranks=1))
 
 
 @pytest.mark.parametrize("suffix", [".h5", ".npy", ".zarr"])

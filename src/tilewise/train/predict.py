@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tilewise import data
 from tilewise.auto import read_plan
 from tilewise.comm import Mesh
 from tilewise.data.output import create_output, open_output
 from tilewise.errors import RecipeError
-from tilewise.graph import ParallelModel, capture
+from tilewise.graph import Graph, ParallelModel, capture
 from tilewise.layout import Layout
 from tilewise.ops.loss import class_indices
 from tilewise.plan import Plan
@@ -37,7 +38,8 @@ class Prediction:
         out: an HDF5, NPY or Zarr file that is being written.
         plan: degrees, degrees by pattern, a plan file, or a plan as JSON text.
         batch: samples at a time.
-        classes: write the likeliest class of each element instead of the outputs.
+        classes: write the likeliest class of each element instead of the outputs; 0 or 1 for each
+            output, where those were trained as logits of yes and no.
     """
 
     checkpoint: str
@@ -67,7 +69,7 @@ def predict(mesh: Mesh, options: dict[str, Any]) -> Generator[int, None, dict[st
     )
     layout = _output_layout(model)
     dtype = torch.uint8 if task.classes else _dtype(recipe)
-    shown = _without_classes(layout) if task.classes else layout
+    shown, judged = _judged(recipe, layout) if task.classes else (layout, _as_it_is)
     out = Path(task.out)
     if mesh.rank == 0:
         create_output(out, shown, len(source), _name(dtype))
@@ -80,7 +82,7 @@ def predict(mesh: Mesh, options: dict[str, Any]) -> Generator[int, None, dict[st
             with precision.autocast():
                 result = model(batch[0], batch=batch.size)
             cut = shown.with_shape((batch.size, *shown.shape[1:]))
-            slab = (result.argmax(1) if task.classes else result).to(dtype)
+            slab = judged(result).to(dtype)
             start, *rest = (interval[0] for interval in cut.intervals(mesh.rank))
             if holders(cut, mesh.rank)[0] == mesh.rank:
                 output.write((done + start, *rest), slab.numpy())
@@ -112,11 +114,22 @@ def load_model(mesh: Mesh, recipe: Recipe, task: Prediction, source: data.Source
     graph = capture(plain, x)
     plan: Any = task.plan
     if isinstance(plan, str) and plan.lstrip().startswith("{"):
-        plan = Plan.from_json(plan)
+        plan = _without_loss(Plan.from_json(plan), graph)
     model = ParallelModel(plain, graph, read_plan(graph, plan, mesh), mesh)
     folder = Path(task.checkpoint)
     Checkpoints(folder.parent, mesh=mesh).load(folder, model=model)
     return model
+
+
+def _without_loss(plan: Plan, graph: Graph) -> Plan:
+    """Leave out calls of the loss, which a plan for training names too."""
+    known = {layer.name for layer in graph.layers}
+    layers = {
+        name: degrees
+        for name, degrees in plan.layers.items()
+        if name in known or not name.startswith("#")
+    }
+    return replace(plan, layers=layers)
 
 
 def _changes(recipe: Recipe, source: data.Source, field: str) -> list[Any]:
@@ -132,14 +145,22 @@ def _output_layout(model: ParallelModel) -> Layout:
     return layouts[0]
 
 
-def _without_classes(layout: Layout) -> Layout:
-    if len(layout.shape) < 2 or layout.shape[1] > 256:
+def _judged(recipe: Recipe, layout: Layout) -> tuple[Layout, Callable[[Tensor], Tensor]]:
+    """Return how classes are cut, and the function that finds them in outputs."""
+    if recipe.train.loss == "binary_cross_entropy":
+        return layout, lambda logits: logits > 0
+    if len(layout.shape) < 2 or not 2 <= layout.shape[1] <= 256:
         raise RecipeError(
-            f"predict: outputs of shape {layout.shape} have no classes, or more than 256 of them"
+            f"predict: outputs of shape {layout.shape} have no classes, which are 2 to 256 "
+            "channels; leave --classes out"
         )
     if layout.degrees[1] > 1:
         raise RecipeError("predict: classes need outputs that the plan does not cut along channels")
-    return class_indices(layout)
+    return class_indices(layout), lambda scores: scores.argmax(1)
+
+
+def _as_it_is(result: Tensor) -> Tensor:
+    return result
 
 
 def _dtype(recipe: Recipe) -> torch.dtype:
