@@ -46,7 +46,7 @@ def find_function(name: str, what: str) -> Callable[..., Any]:
 
 def _load_file(path: Path, what: str) -> Any:
     if not path.is_file():
-        raise InputError(f"{what}: there is no file {path}")
+        raise InputError(f"{what}: there is no file {path.absolute()}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

@@ -7,7 +7,8 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Generator, Iterator
+from collections import Counter
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +82,18 @@ def train(
     }
 
 
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], of: str = "") -> list[str]:
+    """List what differs between two recipes, plans left out."""
+    found = []
+    for key in (key for key in now if f"{of}{key}" != "plan"):
+        old, new = before.get(key), now[key]
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found += changes(old, new, f"{of}{key}.")
+        elif old != new:
+            found.append(f"{of}{key} was {old!r} and is {new!r}")
+    return found
+
+
 class Run:
     """One run of a job."""
 
@@ -115,6 +128,8 @@ class Run:
         check_stop(self.recipe, [metric.name for metric in job.metrics], job.sets)
         resumed = self._resume()
         self.journal: Journal | None = None
+        if self.recipe.plan == AUTO:
+            self.notes.append(self._told_plan())
         failure: str | None = None
         if self.speaks:
             try:
@@ -130,6 +145,12 @@ class Run:
         text = json.dumps(self.recipe.as_dict(), indent=1)
         (self.out / "recipe.json").write_text(text + "\n", encoding="utf-8")
         return Journal(self.out, after=after, tensorboard=self.recipe.metrics.tensorboard)
+
+    def _told_plan(self) -> str:
+        """Say how many layers have which degrees."""
+        counts = Counter(str(degrees) for degrees in self.model.plan.layers.values())
+        each = ", ".join(f"{degrees} for {count}" for degrees, count in counts.most_common())
+        return f"the plan's degrees: {each} layers (plan.json)"
 
     @property
     def speaks(self) -> bool:
@@ -180,6 +201,9 @@ class Run:
         self.job.loader.load_state_dict(extra["loader"])
         self.saved_step = self.progress.step
         self.progress.stopped = self._stops()
+        changed = changes(extra.get("recipe", {}), self.recipe.as_dict())
+        if changed:
+            self.notes.append(f"other than the checkpoint was trained with: {', '.join(changed)}")
         return True
 
     def _stops(self) -> bool:
