@@ -91,7 +91,7 @@ def test_people_get_progress_and_a_table_and_are_told_of_fallbacks(
     [
         (("resnet5", "--input", "1x3x32x32"), "resnet50"),
         (("net.py:Nothing", "--input", "1x3x8x8"), "net.py has no 'Nothing'"),
-        (("none.py:Net", "--input", "1x3x8x8"), "there is no file none.py"),
+        (("none.py:Net", "--input", "1x3x8x8"), "model: there is no file /"),
         (("net.py:Net", "--input", "1x3xx8"), "must be extents joined by x"),
         (("net.py:Net", "--input", "2x3x8x8", "--plan", "conv=d2"), "conv has no depth"),
         (("net.py:Net", "--input", "2x3x8x8", "--plan", "h4"), "(=2); it may be 1, 2"),

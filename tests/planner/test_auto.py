@@ -236,12 +236,15 @@ def learn(mesh: Mesh, folder: str, kept: object) -> tuple[list[str], list[str], 
         found.plan = fast
         return found
 
+    def always(path: Path) -> Any:
+        return mock.Mock(get=lambda key: kept)
+
     fast = as_plan(graph(), wanted)
     runs = []
     with (
         mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}),
         mock.patch.object(finals, "step_seconds", pretend),
-        mock.patch.object(finals, "load", lambda path: Always(kept) if kept else load(path)),
+        mock.patch.object(finals, "load", wraps=load if kept is None else always),
         mock.patch.object(auto_plans, "_learned", learned),
         mock.patch.object(finals, "HOPELESS", 1e9),
     ):
@@ -250,16 +253,6 @@ def learn(mesh: Mesh, folder: str, kept: object) -> tuple[list[str], list[str], 
             runs.append(list(seen))
             seen.clear()
     return runs[0], runs[1], chosen
-
-
-class Always(dict[str, object]):
-    """Holds the same for every key."""
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def get(self, key: str, default: object = None) -> object:  # type: ignore[override]
-        return self.value
 
 
 @pytest.mark.parametrize("kept", [None, 1, "garbage", [1.0]])

@@ -125,7 +125,7 @@ def test_bytes_at_a_moment_are_a_sum(name: str) -> None:
 def test_the_least_peak_is_bounded() -> None:
     setting = Setting(load_machine("lassen"), 4, "float32", 4, "adam")
     found = formulate(graph_of("joined"), setting)
-    least = least_peak(found, deadline=np.inf)
+    least = least_peak(found, np.inf, [found.nearest(Degrees(n=4))])
     assert least.peak_bytes == peak_bytes(found, least.choice)
     assert least.bound <= least.peak_bytes
     assert least.bound > 0.8 * least.peak_bytes

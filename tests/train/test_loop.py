@@ -11,7 +11,6 @@ import torch
 from small_runs import Regressor, losses, make_set, recipe, trained
 from tilewise.testing.ranks import RanksError
 from tilewise.train.checkpoint import whole_state_dict
-from tilewise.train.loop import changes
 from tilewise.train.progress import Progress, reached
 from tilewise.train.recipe import Stop
 from tilewise.train.resume import checkpoint_in
@@ -165,12 +164,3 @@ def test_patience_waits_for_something_better() -> None:
     assert not reached(stop, 0.4, progress)
     lower = Stop(metric="mse", target=0.2)
     assert [reached(lower, value, Progress()) for value in (0.3, 0.2)] == [False, True]
-
-
-def test_what_changed_in_a_recipe_is_listed() -> None:
-    before = {"plan": "n2", "train": {"lr": 1e-3, "stop": None}, "data": {"path": "a"}}
-    now = {"plan": "d2", "train": {"lr": 1e-2, "stop": {"metric": "mse"}}, "data": {"path": "a"}}
-    assert changes(before, now) == [
-        "train.lr was 0.001 and is 0.01",
-        "train.stop was None and is {'metric': 'mse'}",
-    ]

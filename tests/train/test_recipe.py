@@ -8,7 +8,7 @@ import pytest
 
 from tilewise.errors import RecipeError
 from tilewise.train.check import check
-from tilewise.train.recipe import from_dict, read_recipe, shipped
+from tilewise.train.recipe import changes, from_dict, read_recipe, shipped
 
 WRONG = {
     "train.optimiser=sgd": [
@@ -97,3 +97,12 @@ def test_what_only_the_check_can_see(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RecipeError, match=said):
         check(read_recipe("cosmoflow", [change]), 2)
+
+
+def test_what_changed_in_a_recipe_is_listed() -> None:
+    before = {"plan": "n2", "train": {"lr": 1e-3, "stop": None}, "data": {"path": "a"}}
+    now = {"plan": "d2", "train": {"lr": 1e-2, "stop": {"metric": "mse"}}, "data": {"path": "a"}}
+    assert changes(before, now) == [
+        "train.lr was 0.001 and is 0.01",
+        "train.stop was None and is {'metric': 'mse'}",
+    ]

@@ -17,7 +17,8 @@ from functools import cached_property, partial
 import numpy as np
 
 from tilewise.planner.cost import Floats, NodeCost
-from tilewise.planner.formulate import Formulation, MoveCosts
+from tilewise.planner.formulate import Formulation
+from tilewise.planner.moves import MoveCosts
 from tilewise.planner.solve import Moves, Problem, Transfer
 from tilewise.planner.solve.problem import Ints, MoveCost
 from tilewise.planner.timeline import PHASES, Moment

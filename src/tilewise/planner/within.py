@@ -193,7 +193,7 @@ class Within:
         start = [self.free.choice, self._limited.solution.choice, *known]
         if self._least is not None:
             start.append(self._least.choice)
-        least = least_peak(self.found, deadline, start=start, enough=self.limit)
+        least = least_peak(self.found, deadline, start, enough=self.limit)
         self._offer(least.choice)
         self._mend(least.choice)
         return least
@@ -213,7 +213,7 @@ class Within:
 
 
 def least_peak(
-    found: Formulation, deadline: float, *, start: Sequence[Choice] = (), enough: int = 0
+    found: Formulation, deadline: float, start: Sequence[Choice], *, enough: int = 0
 ) -> LeastMemory:
     """Return the plan with the least peak that was found, and a bound of any plan's peak.
 
@@ -221,10 +221,6 @@ def least_peak(
     A peak as small as is `enough` ends it.
     """
     sums = Sums(found)
-    if not start:
-        least = least_memory(found.problem, (deadline - time.monotonic()) / 3)
-        assert least is not None, "a formulation's ties always leave a choice"
-        start = [least.choice]
     seen = [moments(found, choice) for choice in start]
     best = min(
         (LeastMemory(choice, held.peak_bytes, 0) for choice, held in zip(start, seen, strict=True)),
@@ -237,7 +233,7 @@ def least_peak(
         # only candidates of plans that are better than this one do not burst
         smaller = best.peak_bytes - 1
         least = least_memory(sums.problem(weigh(seen, smaller), smaller), left / 3)
-        assert least is not None
+        assert least is not None, "a formulation's ties always leave a choice"
         seen.append(moments(found, least.choice))
         best = replace(best, bound=max(best.bound, min(least.bound, best.peak_bytes)))
         if seen[-1].peak_bytes < best.peak_bytes:

@@ -8,7 +8,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from tilewise.train.precision import Precision
 from tilewise.train.preempt import Preemption
 from tilewise.train.profile import Profile
 from tilewise.train.progress import Progress, check_stop, reached, stops
-from tilewise.train.recipe import from_dict
+from tilewise.train.recipe import changes, from_dict
 from tilewise.train.resume import CHECKPOINTS, find_checkpoint
 from tilewise.train.step import Stepper
 
@@ -80,18 +80,6 @@ def train(
         "peak_bytes": peak_bytes(),
         **run.progress.evaluations,
     }
-
-
-def changes(before: Mapping[str, Any], now: Mapping[str, Any], of: str = "") -> list[str]:
-    """List what differs between two recipes, plans left out."""
-    found = []
-    for key in (key for key in now if f"{of}{key}" != "plan"):
-        old, new = before.get(key), now[key]
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            found += changes(old, new, f"{of}{key}.")
-        elif old != new:
-            found.append(f"{of}{key} was {old!r} and is {new!r}")
-    return found
 
 
 class Run:

@@ -308,3 +308,15 @@ def _words(annotation: Any) -> list[str]:
     inner = [one for one in get_args(annotation) if one is not type(None)]
     found = [_words(one) for one in inner]
     return found[0] if len(found) == 1 or (found and found[0] and str not in inner) else []
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], of: str = "") -> list[str]:
+    """List what differs between two recipes, plans left out."""
+    found = []
+    for key in (key for key in now if f"{of}{key}" != "plan"):
+        old, new = before.get(key), now[key]
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found += changes(old, new, f"{of}{key}.")
+        elif old != new:
+            found.append(f"{of}{key} was {old!r} and is {new!r}")
+    return found

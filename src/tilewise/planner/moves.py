@@ -1,0 +1,194 @@
+"""What it costs to bring a tensor from where it lies to where its readers want it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tilewise.graph.graph import Node, Value
+from tilewise.planner.cost import Setting
+from tilewise.planner.layouts import Bill, Layouts, moved, summed_back
+from tilewise.planner.places import Place
+from tilewise.planner.price import bill_s
+from tilewise.planner.solve import Moves
+
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+EXACT_WORK = 20_000_000
+"""Up to so many (layout pair, rank, dim)s, uneven moves are counted rank by rank."""
+
+WHOLE_TABLE = 1 << 20
+"""Up to so many pairs of layouts, all moves of a tensor are priced at once."""
+
+
+@dataclass
+class Reader:
+    """A call of another variable that reads a tensor.
+
+    `keeps` tells whether backward needs the operand, `halo` for which candidates the call makes a
+    copy of it with neighbours' rows.
+    """
+
+    node: Node
+    variable: int
+    wants: Layouts
+    keeps: bool
+    halo: Bools
+
+
+Priced = tuple[Floats, Floats, Floats, Floats]
+"""Of moves: seconds forward and backward, and bytes that are there only while they run."""
+
+Tables = dict[Any, Priced]
+"""All moves of a tensor, by what tells them from others'."""
+
+
+class MoveCosts:
+    """What moves of one tensor cost, by rows of source and of target layouts.
+
+    `held` are the bytes that a moved copy keeps, for each target. Of a tensor that several
+    variables read, labels tell more: a source's beyond its rows, that the tensor is not kept where
+    it was made, and a target's beyond its rows, that the reader is computed again, and so is the
+    move. Then the tensor itself is kept until backward, and `shared_bytes` of a moved copy
+    that several read: one of them makes it, the others keep what they read.
+    """
+
+    def __init__(
+        self,
+        value: Value,
+        sources: Layouts,
+        targets: Layouts,
+        setting: Setting,
+        grads: bool,
+        held: Floats | None = None,
+        tables: Tables | None = None,
+    ) -> None:
+        self.tables = {} if tables is None else tables
+        self.sources, self.targets, self.setting, self.grads = sources, targets, setting, grads
+        self.itemsize = setting.size(value)
+        self.held = np.zeros(len(targets)) if held is None else held
+        self.wants: list[Ints] = []
+        self.leaves: Ints = np.zeros(0, np.int64)
+        self.copies = False
+        self.shared_bytes = np.zeros(len(targets))
+        even = sources.even() and targets.even()
+        work = len(sources) * len(targets) * setting.devices * max(len(value.shape), 1)
+        scattered = sources.index is not None or targets.index is not None
+        self.by_rank = not even and (work <= EXACT_WORK or scattered)
+
+    @classmethod
+    def shared(
+        cls,
+        value: Value,
+        place: Place,
+        readers: list[Reader],
+        setting: Setting,
+        grads: bool,
+        kept: Bools,
+        again: list[Bools],
+        tables: Tables,
+    ) -> MoveCosts:
+        """Number what all readers want in one list; equal layouts have equal numbers.
+
+        `kept` tells for which of the source's candidates the tensor is kept where it was made,
+        `again` for which of each reader's candidates that one is computed again.
+        """
+        targets, where = Layouts.joined([reader.wants for reader in readers]).distinct()
+        held = np.zeros(len(targets))
+        ends = np.cumsum([len(reader.wants) for reader in readers])
+        wants = np.split(where, ends[:-1])
+        local = targets.local() * setting.size(value)
+        copies = bool(kept.any())
+        for reader, labels_ in zip(readers, wants, strict=True):
+            if copies and reader.keeps:
+                plain = labels_[~reader.halo]
+                held[plain] = local[plain]
+        found = cls(value, place.layouts, targets, setting, grads, held, tables)
+        found.copies = copies
+        several = np.sum([np.isin(np.arange(len(targets)), one) for one in wants], axis=0) > 1
+        found.shared_bytes = np.where(several, local, 0.0)
+        found.wants = [one + len(targets) * flag for one, flag in zip(wants, again, strict=True)]
+        found.leaves = place.where + len(place.layouts) * (copies & ~kept)
+        return found
+
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether any move leaves bytes that are kept."""
+        again = any((wants >= len(self.targets)).any() for wants in self.wants)
+        return bool(self.held.any()) or again
+
+    def __call__(self, sources: Ints, targets: Ints) -> Moves:
+        """Return tables of shape (sources, targets)."""
+        gone, rows = np.divmod(sources, len(self.sources))
+        again, columns = np.divmod(targets, len(self.targets))
+        if len(self.sources) * len(self.targets) > WHOLE_TABLE:
+            forward, backward, _, _ = self._priced(rows, columns, paired=False)
+        else:
+            forward, backward = (table[np.ix_(rows, columns)] for table in self._whole[:2])
+        within = self.setting.step.moves
+        forward, backward = within * forward, within * backward
+        if again.any():
+            backward = backward + again * forward
+        held = np.where((forward > 0) | (gone[:, None] > 0), self.held[columns], 0.0)
+        if again.any():
+            source = self.sources.local()[rows] * self.itemsize
+            kept = 0.0 if self.copies else source
+            source = np.where(gone > 0, source, kept)
+            moved_too = np.where(forward > 0, self.shared_bytes[columns], 0.0)
+            held = np.where(again > 0, source[:, None] + moved_too, held)
+        return Moves(forward, backward, held.astype(np.int64))
+
+    def passing(self, sources: Ints, targets: Ints) -> tuple[Floats, Floats]:
+        """Return the bytes that are there only while moves run, forward and backward.
+
+        Forward that is the tensor as it lies, backward its gradient when it is home again; and what
+        comes and, as much again, what goes.
+        """
+        rows, columns = sources % len(self.sources), targets % len(self.targets)
+        if len(self.sources) * len(self.targets) > WHOLE_TABLE:
+            return self._priced(rows, columns, paired=False)[2:]
+        there, back = (table[np.ix_(rows, columns)] for table in self._whole[2:])
+        return there, back
+
+    @cached_property
+    def _whole(self) -> Priced:
+        """All moves; tensors that lie and are wanted alike share them."""
+        everything = np.arange(len(self.sources)), np.arange(len(self.targets))
+        key = (self.sources.key, self.targets.key, self.itemsize, self.grads)
+        if key not in self.tables:
+            self.tables[key] = self._priced(*everything, paired=False)
+        return self.tables[key]
+
+    def pairs(self, sources: Ints, targets: Ints) -> Moves:
+        """Return the moves from each of some sources to the target beside it."""
+        pairs = np.stack([sources, targets], 1)
+        some, where = np.unique(pairs, axis=0, return_inverse=True)
+        forward, backward, _, _ = self._priced(some[:, 0], some[:, 1], paired=True)
+        where = where.reshape(-1)
+        return Moves(forward[where, 0], backward[where, 0], np.zeros(len(where), np.int64))
+
+    def _priced(self, sources: Ints, targets: Ints, *, paired: bool) -> Priced:
+        some, others = self.sources.take(sources), self.targets.take(targets)
+        node, machine = self.setting.node, self.setting.machine
+        local = some.local()[:, None]
+        forth = moved(some, others, node, by_rank=self.by_rank, paired=paired)
+        forward = bill_s(machine, forth, self.itemsize)
+        passing = _passing(forth, local) * self.itemsize
+        backward, returning = np.zeros_like(forward), np.zeros_like(forward)
+        if self.grads:
+            back = summed_back(some, others, node, by_rank=self.by_rank, paired=paired)
+            backward = bill_s(machine, back, self.itemsize)
+            returning = _passing(back, local) * self.itemsize
+        return forward, backward, passing, returning
+
+
+def _passing(bill: Bill, local: Floats) -> Floats:
+    """Return the elements that are there while a tensor moves, of which a rank has `local`."""
+    travels = bill.near + bill.far + bill.summed
+    return np.where(travels > 0, local + 2 * travels, 0.0)
