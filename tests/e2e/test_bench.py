@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from measured_here import keep_rates, tilewise_here
-from tilewise.bench.plans import spearman
+from tilewise.bench.plans import drift_of, spearman
 from tilewise.cli import main
 
 
@@ -145,8 +145,14 @@ def test_plans(tmp_path: Path) -> None:
     assert found["regret"] == pytest.approx(found["rows"][0]["measured_s"] / fastest)
     assert found["median_error"] == pytest.approx(median(row["error"] for row in found["rows"]))
     assert -1 <= found["rank_correlation"] <= 1
+    assert found["drift"] > 0
     by_name = {row["plan"]: row["predicted_s"] for row in found["rows"]}
     assert by_name.get("predicted", by_name["auto"]) == min(by_name.values())
+
+
+def test_the_drift_is_that_of_most_plans() -> None:
+    assert drift_of([]) == 1.0
+    assert drift_of([(2.0, 1.0), (1.0, 3.0), (4.0, 3.0)]) == 0.75
 
 
 def test_rank_correlation_shares_ranks() -> None:

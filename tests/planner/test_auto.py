@@ -292,7 +292,7 @@ def short_of_memory(mesh: Mesh, folder: str) -> tuple[str, tuple[str, ...], str]
         except PlanError as error:
             said = str(error)
         searching = auto_plans.auto_plan(captured, mesh, memory="1.2MB", model=deep)
-        chosen, _ = exhausted(searching, lambda _: None)
+        chosen, _, _ = exhausted(searching, lambda _: None)
     return said, chosen.recompute, chosen.to_json()
 
 

@@ -103,7 +103,7 @@ def read_plan(
     with torch.random.fork_rng():  # what is drawn depends on what was measured before
         searching = auto_plan(graph, mesh, memory=memory, model=model, options=options)
         chosen: Plan
-        chosen, _ = exhausted(searching, lambda _: None)
+        chosen, _, _ = exhausted(searching, lambda _: None)
         return chosen
 
 
@@ -115,8 +115,10 @@ def auto_plan(
     optimizer: str = "adam",
     model: nn.Module | None = None,
     options: Mapping[str, Any] | None = None,
-) -> Generator[str, None, tuple[Plan, Found | None]]:
+) -> Generator[str, None, tuple[Plan, Found | None, dict[str, float]]]:
     """Search, and try plans on the model; returns the fastest, and on rank 0 what was found.
+
+    With them come the seconds of a step under each plan that ran, by its JSON without options.
 
     The plan that was found and those in common use run first. The fastest of them run again, beside
     the one that is predicted to be the fastest with what their steps have taught. If that teaches
@@ -152,7 +154,7 @@ def auto_plan(
         chosen = texts[seconds.index(min(seconds))]
         if not ran:
             break  # the model refuses what is drawn for it
-    return replace(Plan.from_json(chosen), **(options or {})), found
+    return replace(Plan.from_json(chosen), **(options or {})), found, ran
 
 
 def _learned(found: Found, ran: Mapping[str, float]) -> Found:
