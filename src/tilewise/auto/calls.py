@@ -28,7 +28,7 @@ from tilewise.planner.calls import SplitCall
 from tilewise.planner.machine import CallTime
 
 HOPELESS = 2.5  # how many times its best split's time a long call may take to be worth measuring
-LONG = 0.02  # seconds
+LONG = 0.005  # seconds
 BLOCKS = 3
 BLOCK_S = 0.02
 AT_ONCE = 64  # calls between two times that what was measured is kept
