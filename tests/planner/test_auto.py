@@ -216,6 +216,35 @@ def test_a_race_ends_in_time(folder: str) -> None:
         assert tried[0] == chosen
 
 
+def test_slow_turns_do_not_decide() -> None:
+    """The second plan is faster by a tenth, but the machine was slow when it ran more often."""
+    pace = [1.0, 1.0, 2.0, 2.0, 1.0]
+    times = [[1.0 * one for one in pace], [0.9 * one for one in pace], [3.0]]
+    times[0][3] = 1.2  # the machine became faster within a turn
+    times[1][0] = 1.7
+    found = finals.evened(times)
+    assert found[1] < found[0] < found[2]
+    assert found[0] / found[1] == pytest.approx(1 / 0.9, rel=0.05)
+    assert finals.evened([[2.0, 1.0], [inf], []])[1:] == [inf, inf]
+    assert finals.evened([[inf], [inf]]) == [inf, inf]
+
+
+def keep_plans(mesh: Mesh, room: float) -> tuple[int, int]:
+    """Take two turns of two plans; returns how many were made, and how many kept."""
+    kept, captured = finals.Kept(room), graph()
+    with mock.patch.object(finals, "ParallelModel", wraps=finals.ParallelModel) as made:
+        for degrees in ("1", "n2", "1", "n2"):
+            plan = Plan.uniform(captured, degrees)
+            finals.step_seconds(mesh, net(), captured, plan, torch.device("cpu"), "momentum", kept)
+    return made.call_count, len(kept.steps)
+
+
+def test_plans_are_kept_for_their_next_turn_if_there_is_room() -> None:
+    one = finals.COPIES * sum(p.numel() * p.element_size() for p in net().parameters())
+    for times, made in ((0, 4), (1, 3), (2, 2)):
+        assert ranks(2, keep_plans, times * one) == [(made, times)] * 2
+
+
 def learn(mesh: Mesh, folder: str, kept: object) -> tuple[list[str], list[str], str]:
     """Let mixed plans be slow and a learned one fast; returns what ran, then again, and the plan.
 

@@ -2,8 +2,8 @@
 
 What is predicted from single calls does not know how ranks that wait for each other share their
 cores and memory in a whole step. So plans that are not hopeless by prediction each run some steps,
-under the caller's autocast; those that fall behind leave, and the others run again. Of a plan's
-rounds the fastest counts: others may be using the machine, and they only ever make steps slower.
+under the caller's autocast, in turn; those that fall behind leave, and the others run again. The
+machine may be slower for some of the time, so plans are compared within each turn (see `evened`).
 What was measured is kept on disk for the next time.
 """
 
@@ -14,10 +14,11 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf, isfinite
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ MOST = 24  # plans that run
 BEHIND = 1.2  # how many times the fastest one's time a plan may take to run again
 STEPS = 3
 SECONDS = 90.0  # after which no further plan runs for the first time, and no round begins
+COPIES = 4  # of the parameters, that a plan which is kept for its next turn may hold
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "momentum": partial(torch.optim.SGD, momentum=0.9),
@@ -74,6 +76,23 @@ def contenders(found: Found) -> list[Plan]:
     return close
 
 
+@dataclass
+class Kept:
+    """Plans that are kept between their turns, as long as there is room for what they hold.
+
+    The room in bytes must be the same on all ranks.
+    """
+
+    room: float
+    steps: dict[str, Callable[[], None]] = field(default_factory=dict)
+
+
+def room(found: Found, plans: Sequence[Plan]) -> float:
+    """Return how many bytes a rank has to spare beside a step under any of the plans."""
+    peak = max(found.price(plan).peak_bytes for plan in plans)
+    return max(found.memory_bytes - peak, 0) / 3
+
+
 def race(
     mesh: Mesh,
     model: nn.Module,
@@ -83,10 +102,12 @@ def race(
     backend: str,
     optimizer: str,
     rounds: int,
+    spare: float,
 ) -> Generator[str, None, list[float]]:
     """Return the seconds of a step under each plan, known or measured now; yields what runs.
 
-    Infinite for those that did not run: the model refused, or time was up.
+    Infinite for those that did not run: the model refused, or time was up. Plans may keep `spare`
+    bytes between their turns.
     """
     path = _kept_in(mesh, backend)
     key = f"{head(mesh, device)} {_digest(model, graph, plans)} {optimizer} {rounds}"
@@ -97,22 +118,44 @@ def race(
     left = list(range(len(plans)))
     began = time.monotonic()
     trial = Mesh(mesh.world_ranks)  # so that what only a plan that loses needs is closed again
+    kept = Kept(spare)
     for number in range(1, rounds + 1):
         for place, index in enumerate(left, start=1):
             yield f"plans: {place} of {len(left)}, round {number}"
-            times[index].append(step_seconds(trial, model, graph, plans[index], device, optimizer))
+            plan = plans[index]
+            times[index].append(step_seconds(trial, model, graph, plan, device, optimizer, kept))
             late = slowest(mesh, [time.monotonic() - began])[0] > SECONDS
             if late and number == 1 and place > 1:
                 break
-        best = min(min(seconds) for seconds in times if seconds)
-        left = [i for i in left if times[i] and min(times[i]) <= BEHIND * best]
-        if late or len(left) < 2 or not isfinite(best):
+        now = evened(times)
+        left = [i for i in left if now[i] <= BEHIND * min(now)]
+        if late or len(left) < 2 or not isfinite(min(now)):
             break
+    kept.steps.clear()
     trial.close()
-    fastest = [min(seconds, default=inf) for seconds in times]
-    if mesh.rank == 0 and isfinite(min(fastest)):
-        store(path, {key: [one if isfinite(one) else None for one in fastest]})
-    return fastest
+    found = evened(times)
+    if mesh.rank == 0 and isfinite(min(found)):
+        store(path, {key: [one if isfinite(one) else None for one in found]})
+    return found
+
+
+def evened(times: Sequence[Sequence[float]]) -> list[float]:
+    """Return one time for each plan of those it took in the first turns, which all began with.
+
+    A turn in which the plans that took part in all turns were slow counts for less: each plan's
+    times are taken relative to theirs. The scale is that of the faster turns. Infinite for plans
+    without any time.
+    """
+    turns = max(map(len, times))
+    steady = [each for each in times if len(each) == turns and isfinite(sum(each))]
+    if not steady:
+        return [min(each, default=inf) for each in times]
+    paces = [median(turn) for turn in zip(*steady)]
+    scale = quantiles(paces, n=4, method="inclusive")[0] if turns > 1 else paces[0]
+    return [
+        scale * median(seconds / pace for seconds, pace in zip(each, paces)) if each else inf
+        for each in times
+    ]
 
 
 def step_seconds(
@@ -122,28 +165,50 @@ def step_seconds(
     plan: Plan,
     device: torch.device,
     optimizer: str = "momentum",
+    kept: Kept | None = None,
 ) -> float:
     """Return the seconds of a training step on the slowest rank, after a first one that tunes.
 
     Infinite where the model refuses what is drawn for it. The model itself stays as it is.
     """
-    split = ParallelModel(model, graph, plan, mesh).train()
-    step = _step(mesh, split, graph, device, optimizer)
-    del split
     times = []
     try:
-        step()
+        step = _warm(mesh, model, graph, plan, device, optimizer, kept or Kept(0.0))
         for _ in range(STEPS):
             mesh.agree("auto")
             start = time.perf_counter()
             step()
             times.append(time.perf_counter() - start)
+        del step
     except Exception as error:
         refusal(error)
         times = [inf]
-    del step
     gc.collect()
     return slowest(mesh, [median(times)])[0]
+
+
+def _warm(
+    mesh: Mesh,
+    model: nn.Module,
+    graph: Graph,
+    plan: Plan,
+    device: torch.device,
+    optimizer: str,
+    kept: Kept,
+) -> Callable[[], None]:
+    """Return a step that has run before, kept or made now; keep it if there is room."""
+    text = plan.to_json()
+    if text in kept.steps:
+        return kept.steps[text]
+    split = ParallelModel(model, graph, plan, mesh).train()
+    step = _step(mesh, split, graph, device, optimizer)
+    step()
+    # of the whole model, not of this rank's part: all ranks must keep the same plans
+    holds = COPIES * sum(one.numel() * one.element_size() for one in model.parameters())
+    if holds <= kept.room:
+        kept.room -= holds
+        kept.steps[text] = step
+    return step
 
 
 def _step(

@@ -20,7 +20,7 @@ from torch import nn
 
 from tilewise.auto.calibrate import CONDITIONS, Measured, calibrate, conditions, machine_of
 from tilewise.auto.calls import time_calls, worth_measuring
-from tilewise.auto.finals import contenders, race
+from tilewise.auto.finals import contenders, race, room
 from tilewise.auto.tell import hosts, tell, told
 from tilewise.comm import Mesh
 from tilewise.comm.pool import exhausted
@@ -40,7 +40,7 @@ from tilewise.planner.whole import Parts, fit_step
 
 AUTO = "auto"
 TIME_LIMIT = 20.0
-ROUNDS = (2, 5, 5)  # of running plans, learning from it between them
+ROUNDS = (2, 6, 6)  # of running plans, learning from it between them
 FINALISTS = 4
 
 
@@ -135,21 +135,25 @@ def auto_plan(
         nonlocal found
         assert first is not None
         if not ran:
-            return json.dumps([one.to_json() for one in contenders(first)])
-        found = _learned(first, ran)
-        new = found.plan.to_json()
-        if turn == 1:
+            texts = [one.to_json() for one in contenders(first)]
+        else:
+            found = _learned(first, ran)
+            new = found.plan.to_json()
             best = sorted(ran, key=ran.__getitem__)[:FINALISTS]
-            return json.dumps(list(dict.fromkeys([new, *best])))
-        return json.dumps([chosen] if new in ran else [new, chosen])
+            if turn > 1:
+                best = [chosen]
+            texts = [chosen] if turn > 1 and new in ran else list(dict.fromkeys([new, *best]))
+        return json.dumps([texts, room(first, [Plan.from_json(text) for text in texts])])
 
     for turn, rounds in enumerate(ROUNDS):
-        texts = json.loads(told(mesh, partial(next_up, turn)))
+        texts, spare = json.loads(told(mesh, partial(next_up, turn)))
         chosen = chosen or texts[0]
         if model is None or on_meta(model) or len(texts) == 1:
             break  # nothing to run, or nothing new
         plans = [replace(Plan.from_json(text), **(options or {})) for text in texts]
-        seconds = yield from race(mesh, model, graph, plans, device, _backend(), optimizer, rounds)
+        seconds = yield from race(
+            mesh, model, graph, plans, device, _backend(), optimizer, rounds, spare
+        )
         ran.update({text: one for text, one in zip(texts, seconds) if isfinite(one)})
         chosen = texts[seconds.index(min(seconds))]
         if not ran:

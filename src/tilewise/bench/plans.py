@@ -1,7 +1,7 @@
 """Run the plan that the planner finds beside others, and compare with what was predicted.
 
-All plans are measured in turn in every round, and those that are close to the fastest in as many
-again; of each the fastest round counts, so that their ratios hold on a noisy machine.
+All plans are measured in turn in every round, and compared within each, so that their ratios hold
+on a noisy machine.
 
 Predictions are those of the last search, which has learned from steps of some of the plans; mixes
 are never among those. They are for the speed that the machine had then. How much slower it has
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewise.auto import auto_plan
-from tilewise.auto.finals import step_seconds, uniform_plans
+from tilewise.auto.finals import Kept, evened, room, step_seconds, uniform_plans
 from tilewise.auto.tell import told
 from tilewise.comm import Mesh
 from tilewise.graph import capture
@@ -34,7 +34,6 @@ from tilewise.planner.search import Found
 from tilewise.testing.verify import LOSSES, draw_targets
 
 LEAST = 10
-CLOSE = 1.2  # how many times the fastest plan's time one may take to run again as often
 MIX = "mix "
 MIXES = 4
 TRIES = 200
@@ -123,24 +122,18 @@ def measure_plans(
 
     def listed() -> str:
         assert found is not None
-        return json.dumps(_plans(chosen, found))
+        plans = _plans(chosen, found)
+        return json.dumps([plans, room(found, [Plan.from_json(text) for _, text, _ in plans])])
 
-    plans = json.loads(told(mesh, listed))
+    plans, spare = json.loads(told(mesh, listed))
     times: list[list[float]] = [[] for _ in plans]
-
-    def run(number: int, which: Sequence[int]) -> Generator[str, None, None]:
-        for index in which:
-            name, text, _ = plans[index]
-            yield f"round {number}: {name}"
-            plan = Plan.from_json(text)
-            times[index].append(step_seconds(mesh, model, graph, plan, device))
-
+    kept = Kept(spare)
     for number in range(1, rounds + 1):
-        yield from run(number, range(len(plans)))
-    close = CLOSE * min(map(min, times))
-    for number in range(rounds + 1, 2 * rounds + 1):
-        yield from run(number, [i for i, each in enumerate(times) if min(each) <= close])
-    measured = list(map(min, times))
+        for (name, text, _), seconds in zip(plans, times, strict=True):
+            yield f"round {number} of {rounds}: {name}"
+            plan = Plan.from_json(text)
+            seconds.append(step_seconds(mesh, model, graph, plan, device, "momentum", kept))
+    measured = evened(times)
     drift = drift_of(
         [(ran[text], now) for (_, text, _), now in zip(plans, measured, strict=True) if text in ran]
     )

@@ -28,7 +28,7 @@ def plans(
     input: Annotated[list[str], typer.Option(help="global shape, such as 2x3x64x64; repeats")],
     ranks: Annotated[int, typer.Option(min=2, help="local ranks to start")] = 2,
     arg: Annotated[list[str] | None, typer.Option(help="key=value for the model; repeats")] = None,
-    rounds: Rounds = 4,
+    rounds: Rounds = 6,
     backend: Backend = "gloo",
     json_: Json = False,
 ) -> None:
