@@ -85,13 +85,15 @@ def read_plan(
     mesh: Mesh,
     *,
     memory: str | int | None = None,
+    optimizer: str = "adam",
     model: nn.Module | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Read a plan in any of the forms that `parallelize` takes, `auto` among them.
 
-    An `auto` plan for training needs the model: the best ones by prediction are tried on it, under
-    the caller's autocast. `options` are a plan's beside its degrees, and what is tried has them.
+    An `auto` plan for training needs the model: the best ones by prediction are tried on it, with
+    such an optimizer, under the caller's autocast. `options` are a plan's beside its
+    degrees, and what is tried has them.
     """
     options = options or {}
     if plan != AUTO:
@@ -101,7 +103,9 @@ def read_plan(
     if mesh.size == 1:
         return Plan.uniform(graph, "1", **options)
     with torch.random.fork_rng():  # what is drawn depends on what was measured before
-        searching = auto_plan(graph, mesh, memory=memory, model=model, options=options)
+        searching = auto_plan(
+            graph, mesh, memory=memory, optimizer=optimizer, model=model, options=options
+        )
         chosen: Plan
         chosen, _ = exhausted(searching, lambda _: None)
         return chosen

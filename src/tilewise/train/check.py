@@ -27,6 +27,7 @@ from tilewise.planner.timeline import peak_bytes
 from tilewise.train.inputs import Sets, augments, examples, open_sets, transforms
 from tilewise.train.job import build_model, freeze, make_metrics, plan_options
 from tilewise.train.losses import loss_function
+from tilewise.train.optimizer import planned_as
 from tilewise.train.progress import check_stop
 from tilewise.train.recipe import Recipe
 
@@ -115,10 +116,9 @@ def _model_bytes(graph: Graph, plan: Plan, recipe: Recipe, ranks: int) -> int:
     What a recipe's own patterns save by computing again is not in it.
     """
     train = recipe.train
-    kind = "momentum" if train.optimizer == "sgd" and train.momentum else train.optimizer
     itemsize = torch.float64.itemsize if train.precision == "float64" else torch.float32.itemsize
     # bytes do not depend on the machine's rates
-    setting = Setting(load_machine("lassen"), ranks, "float32", itemsize, kind)
+    setting = Setting(load_machine("lassen"), ranks, "float32", itemsize, planned_as(train))
     found = formulate(graph, setting, pins=plan.layers, recompute=bool(plan.recompute))
     return peak_bytes(found, found.choice(plan))
 
