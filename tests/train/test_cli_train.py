@@ -54,8 +54,8 @@ def test_train_and_predict_on_local_ranks_and_under_torchrun(
     (tmp_path / "own.toml").write_text(as_toml(table))
     shown, said = run(COMMAND, tmp_path, "train", "own.toml")
     assert "training on 8 samples and 2 ranks, 4 steps" in said
-    assert "valid after epoch 2: loss" in said
-    assert "step 4/4: loss" in said
+    assert "valid in epoch 2, after step 4: loss" in said
+    assert "epoch 2/2 step 4/4: loss" in said
     assert "compute" in said
     assert "test dice" in shown
     out, _ = run(TORCHRUN, tmp_path, "train", "own.toml", "--out", "runs/other", "--plan", "h2",

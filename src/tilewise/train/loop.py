@@ -242,12 +242,19 @@ class Run:
         loader = self.job.loader
         return loader.epoch > self.progress.epoch or loader.state_dict()["batches"] >= len(loader)
 
+    @property
+    def _within_epoch(self) -> bool:
+        """Whether some batches of an epoch were taken, and others were not."""
+        loader = self.job.loader
+        same = loader.epoch == self.progress.epoch
+        return same and 0 < loader.state_dict()["batches"] < len(loader)
+
     def _start(self) -> Event:
         job = self.job
         return {
             "kind": "start",
             "step": self.progress.step,
-            "epoch": self.progress.epoch,
+            "epoch": min(self.progress.epoch + 1, self.recipe.train.epochs),
             "epochs": self.recipe.train.epochs,
             "steps": job.total_steps,
             "steps_per_epoch": job.steps_per_epoch,
@@ -292,7 +299,7 @@ class Run:
 
     def _noted(self, record: Event) -> Event:
         progress = self.progress
-        record = {"kind": "train", "epoch": progress.epoch, "step": progress.step, **record}
+        record = {"kind": "train", "epoch": progress.epoch + 1, "step": progress.step, **record}
         if self.journal is not None and progress.step % self.recipe.metrics.log_steps == 0:
             self.journal.write(record)
         return record
@@ -334,7 +341,7 @@ class Run:
         if self.speaks:
             record = {
                 "kind": name,
-                "epoch": self.progress.epoch,
+                "epoch": self.progress.epoch + self._within_epoch,
                 "step": self.progress.step,
                 **found,
                 "seconds": time.perf_counter() - started,
