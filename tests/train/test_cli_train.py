@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from small_runs import losses, make_set, recipe
 from tilewise import Mesh
-from tilewise.cli.app import app
+from tilewise.cli.app import app, main
 from tilewise.cli.crew import Crew
 from tilewise.errors import MismatchError
 from tilewise.testing import ranks
@@ -77,6 +77,32 @@ def test_train_and_predict_on_local_ranks_and_under_torchrun(
     assert json.loads(checked.stdout)["slab_shape"] == [4, 2, 3, 6, 5]
     wrong = CliRunner().invoke(app, ["train", "own.toml", "--set", "train.lrr=1"])
     assert str(wrong.exception).startswith("recipe own.toml: there is no key train.lrr; did you")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("predict", "nowhere", "set", "-o", "y.npy"),
+        ("predict", "empty", "set", "-o", "y.npy"),
+        ("export", "nowhere", "model.pt"),
+        ("train", "own.toml", "--resume", "nowhere"),
+    ],
+)
+def test_a_checkpoint_that_is_not_there_is_bad_input(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "own.toml").write_text(as_toml(recipe(tmp_path / "set")))
+    monkeypatch.setattr(sys, "argv", ["tilewise", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith(f"tilewise: {words[0]}: ")
+    assert said.count("\n") == 1
+    assert ("no whole checkpoint" if "empty" in words else "there is no") in said
 
 
 # -- one process for all ---------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from tilewise.train.journal import METRICS
 from tilewise.train.lock import RunLock
 from tilewise.train.loop import train as train_on_rank
 from tilewise.train.recipe import Recipe, read_recipe, shipped
-from tilewise.train.resume import CHECKPOINTS
+from tilewise.train.resume import CHECKPOINTS, LATEST
 
 
 def train(
@@ -75,7 +75,7 @@ def train(
 
         def arguments(attempt: int) -> tuple[Any, ...]:
             saved = attempt and any((folder / CHECKPOINTS).glob("step-*"))
-            start = "latest" if saved else resume
+            start = LATEST if saved else resume
             return found.as_dict(), {"out": str(folder), "resume": start, "profile": profile}
 
         results = crew.follow(
@@ -118,6 +118,11 @@ def claimed(crew: Crew, folder: Path, resume: str | None) -> Iterator[None]:
                     problem = (
                         f"{folder} holds a run; say --resume latest to go on with it, or --out for "
                         "another folder"
+                    )
+                if resume not in (None, LATEST) and not Path(str(resume)).is_dir():
+                    problem = (
+                        f"--resume: there is no folder {resume}; say latest, or name the folder of "
+                        "a run or of a checkpoint"
                     )
             except TilewiseError as error:
                 problem = str(error)
