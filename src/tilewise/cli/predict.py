@@ -29,7 +29,9 @@ def predict(
     plan: Annotated[
         str | None, typer.Option(help="'n2 h2', 'conv*=h2,fc=f2', a plan file, auto")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="samples at a time")] = 1,
+    batch: Annotated[
+        int, typer.Option(min=0, help="samples at a time; 0 is as many as a step of training holds")
+    ] = 0,
     classes: Annotated[
         bool, typer.Option("--classes", help="write the likeliest class of each element")
     ] = False,

@@ -22,6 +22,7 @@ from tilewise.cli.train_show import Show, show_check
 from tilewise.errors import TilewiseError
 from tilewise.layout import Degrees
 from tilewise.plan import Plan
+from tilewise.planner.solve import InfeasibleError
 from tilewise.train.check import check as check_recipe
 from tilewise.train.inputs import make_missing
 from tilewise.train.journal import METRICS
@@ -98,7 +99,11 @@ def train(
 
 def _check(recipe: Recipe, ranks: int, json_: bool) -> None:
     """Show what a recipe comes to; exit with 1 if it does not fit the memory."""
-    found = check_recipe(recipe, ranks)
+    try:
+        found = check_recipe(recipe, ranks)
+    except InfeasibleError as error:
+        print(f"tilewise: {error}", file=sys.stderr)
+        sys.exit(1)
     if json_:
         print(json.dumps({**asdict(found), "fits": found.fits, "ranks": ranks}))
     else:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tilewise.auto.plan import AUTO
+from tilewise.auto.plan import AUTO, unmeasured
 from tilewise.data import Source
 from tilewise.errors import RecipeError
 from tilewise.graph import as_plan, capture
@@ -56,7 +56,8 @@ class Checked:
 def check(recipe: Recipe, ranks: int) -> Checked:
     """Capture the model, open the data and plan for so many ranks; errors say what is wrong.
 
-    An `auto` plan, which is found by measuring on the ranks, is checked as one device's.
+    For an `auto` plan, which is found by measuring on the ranks, the one that a search without
+    measuring finds is checked; a note says so.
     """
     sets = open_sets(recipe)
     try:
@@ -67,9 +68,7 @@ def check(recipe: Recipe, ranks: int) -> Checked:
         parameters = sum(p.numel() for p in model.parameters())
         freeze(model, recipe.model.frozen)
         graph = capture(model, x, loss_function(recipe), targets=tuple(targets))
-        automatic = recipe.plan == AUTO
-        plan = as_plan(graph, "1" if automatic else recipe.plan)
-        plan = replace(plan, **plan_options(recipe))
+        plan = _plan(graph, recipe, ranks)
         plan.check(ranks)
         planned = plan_program(graph.training, plan, ranks=ranks, rank=0, draws=Draws(0))
         _check_metrics(recipe, sets, graph, plan, ranks, targets)
@@ -87,10 +86,26 @@ def check(recipe: Recipe, ranks: int) -> Checked:
             _model_bytes(graph, plan, recipe, ranks),
             _input_bytes(planned, recipe, sets.train),
             _limit(recipe, ranks),
-            ("plan 'auto' is found on the ranks; checked undivided",) if automatic else plan.notes,
+            plan.notes,
         )  # fmt: skip
     finally:
         sets.close()
+
+
+def _plan(graph: Graph, recipe: Recipe, ranks: int) -> Plan:
+    """Return the recipe's plan, or what stands for an `auto` one."""
+    options = plan_options(recipe)
+    if recipe.plan != AUTO:
+        return replace(as_plan(graph, recipe.plan), **options)
+    found, machine = unmeasured(
+        graph, ranks, memory=_limit(recipe, ranks), optimizer=planned_as(recipe.train),
+        recompute="recompute" not in options,
+    )  # fmt: skip
+    note = (
+        f"plan 'auto' is found on the ranks, by measuring; checked is what a search with the rates "
+        f"of machine {machine.name!r} finds: {found.plan.told()}"
+    )
+    return replace(found.plan, notes=(note, *found.plan.notes), **options)
 
 
 def _check_metrics(

@@ -7,7 +7,6 @@ import resource
 import sys
 import time
 import warnings
-from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -135,10 +134,8 @@ class Run:
         return Journal(self.out, after=after, tensorboard=self.recipe.metrics.tensorboard)
 
     def _told_plan(self) -> str:
-        """Say how many layers have which degrees."""
-        counts = Counter(str(degrees) for degrees in self.model.plan.layers.values())
-        each = ", ".join(f"{degrees} for {count}" for degrees, count in counts.most_common())
-        return f"the plan's degrees: {each} layers (plan.json)"
+        """Say what was found."""
+        return f"the plan's degrees: {self.model.plan.told()} (plan.json)"
 
     @property
     def speaks(self) -> bool:
@@ -169,6 +166,7 @@ class Run:
                 "loader": self.job.loader.state_dict(),
                 "precision": self.precision.state_dict(),
                 "recipe": self.recipe.as_dict(),
+                "input": list(self.model.graph.training.inputs[0].shape),
             },
         )
 
