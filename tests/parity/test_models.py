@@ -152,7 +152,7 @@ class SmallResNet(nn.Module):
 @pytest.mark.parametrize(
     ("name", "arguments", "shape"),
     [
-        ("cosmoflow", {"size": 32, "width": 0.125}, (2, 4, 32, 32, 32)),
+        ("cosmoflow", {"size": 16, "width": 0.125}, (2, 4, 16, 16, 16)),
         ("", {}, (4, 3, 33, 35)),
     ],
 )
