@@ -107,7 +107,7 @@ def test_one_of_many_files_is_different(
 ) -> None:
     write(tmp_path)
     replace(tmp_path / f"{BAD:05d}.h5", key, values)
-    fails(tmp_path, f"{BAD:05d}.h5", "epoch 0, batch 2", *texts, store_bytes=store)
+    fails(tmp_path, f"{BAD:05d}.h5", "epoch 1, batch 3", *texts, store_bytes=store)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 4])
@@ -127,7 +127,7 @@ def test_missing_and_truncated_files(tmp_path: Path, prefetch: int) -> None:
 def test_files_that_change_between_epochs(tmp_path: Path, change: str) -> None:
     write(tmp_path)
     words = "no such file" if change == "remove" else "bytes found, expected"
-    fails(tmp_path, f"{BAD:05d}.h5", "epoch 1, batch 2", words, taken=5, between=change)
+    fails(tmp_path, f"{BAD:05d}.h5", "epoch 2, batch 3", words, taken=5, between=change)
 
 
 def test_the_store_does_not_mind_files_that_change(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def leave_alone(mesh: Mesh) -> str:
 def test_a_rank_that_leaves_alone_is_named() -> None:
     first, second = ranks(2, leave_alone)
     assert first == ""
-    assert "epoch 0, batch" in second
+    assert "epoch 1, batch" in second
     assert "1 of 2 ranks left the epoch" in second
 
 

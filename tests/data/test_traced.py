@@ -120,5 +120,5 @@ def test_a_file_that_one_rank_alone_lacks_is_raised_on_all(
     first, second = ranks(2, one_lacks_a_file, str(tmp_path), store)
     assert first == second
     assert first[0] == 1
-    assert "epoch 0, batch 1: rank 1: data: " in first[1]
+    assert "epoch 1, batch 2: rank 1: data: " in first[1]
     assert "1/00003.h5: no such file" in first[1]

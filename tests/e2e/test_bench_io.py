@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from scripts import finish
 from tilewise.bench import io
 from tilewise.comm import Mesh
 from tilewise.testing import ranks
@@ -50,17 +50,13 @@ def test_all_ways_bring_the_same_slabs(tmp_path: Path) -> None:
     assert not io.IoCase(str(tmp_path), 8, 6, 2).exists
 
 
-def test_the_command_prints_one_object(tmp_path: Path) -> None:
-    words = "bench io --ranks 2 --gib 0.002 --edge 16 --rounds 1 --steps 1 --json --folder sets"
-    ran = subprocess.run(
-        [sys.executable, "-m", "tilewise", *words.split()],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout)
+def test_the_command_prints_one_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = "--ranks 2 --gib 0.002 --edge 16 --rounds 1 --steps 1 --json --folder sets"
+    assert finish(f"tilewise bench io {words}", monkeypatch) == 0
+    found = json.loads(capsys.readouterr().out)
     rates = [found[f"{way}_samples_s"] for way in ("whole", "slab", "store", "store_moved")]
     assert min(rates) > 0
     assert found["slab_over_whole"] == rates[1] / rates[0]
@@ -74,11 +70,5 @@ def test_the_command_prints_one_object(tmp_path: Path) -> None:
     assert found["training"]["step_s"]["memory"] > 0
     assert found["training"]["input_share"] < 1
     assert len(list((tmp_path / "sets").iterdir())) == 2
-    bad = subprocess.run(
-        [sys.executable, "-m", "tilewise", "bench", "io", "--ranks", "3", "--batch", "2"],
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert bad.returncode == 2
-    assert "--batch" in bad.stderr
+    assert finish("tilewise bench io --ranks 3 --batch 2", monkeypatch) == 2
+    assert "--batch" in capsys.readouterr().err

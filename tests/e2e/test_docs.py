@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 import typer
 
+from scripts import finish, run_script
 from tilewise import Mesh
-from tilewise.cli import main
 from tilewise.cli.app import app
 from tilewise.cli.reference import reference
 from tilewise.testing.ranks import Pool
@@ -123,22 +123,6 @@ def test_snippets_on_mpi_run_under_mpiexec(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-def run_script(mesh: Mesh, text: str, folder: str) -> str:
-    """Run a script as a rank would; returns what it prints."""
-    os.chdir(folder)
-    sys.path.insert(0, folder)
-    begin, end = dist.init_process_group, dist.destroy_process_group
-    dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None  # type: ignore
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(said):
-            exec(compile(text, "script", "exec"), {"__name__": "__main__"})
-    finally:
-        dist.init_process_group, dist.destroy_process_group = begin, end
-        sys.path.remove(folder)
-    return said.getvalue()
-
-
 def losses(said: str) -> list[float]:
     return [float(number) for number in re.findall(r"loss ([0-9.]+)", said)]
 
@@ -175,16 +159,6 @@ def commands(page: str) -> list[str]:
     text = "".join(blocks(page, "sh", "bash", "")).replace("\\\n", " ")
     found = [re.search(r"\btilewise (?!/).*", line) for line in text.splitlines()]
     return [match[0].split(" # ")[0].strip() for match in found if match is not None]
-
-
-def finish(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Run a command in this process; returns its exit code."""
-    monkeypatch.setattr(sys, "argv", shlex.split(command))
-    try:
-        main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 def test_commands_are_spelled_right() -> None:

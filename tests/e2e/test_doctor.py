@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from scripts import finish
 from tilewise.cli import doctor
+from tilewise.cli.app import app
 from tilewise.errors import CommError
 from tilewise.planner.machine import load_machine
 
-START = "import sys; sys.argv = ['tilewise', *sys.argv[1:]]; from tilewise.cli import main; main()"
 
-
-def tilewise(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", START, *words],
-        capture_output=True, text=True, timeout=120, env=os.environ | variables, check=False,
-    )  # fmt: skip
-
-
-def test_json_has_what_is_needed_and_what_is_measured(tmp_path: Path) -> None:
+def test_json_has_what_is_needed_and_what_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "ways.json").write_text('{"a": [], "b": []}')
     (tmp_path / "machine-2-gloo.json").write_text(load_machine("lassen").to_json())
-    result = tilewise("doctor", "--json", TILEWISE_CACHE=str(tmp_path))
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
+    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
+    assert finish("tilewise doctor --json", monkeypatch) == 0
+    found = json.loads(capsys.readouterr().out)
     assert found["ok"] is True
     by_name = {one["name"]: one for one in found["findings"]}
     assert {by_name[name]["state"] for name in ("python", "torch", "cpu", "gloo")} == {"ok"}
@@ -58,6 +50,13 @@ def test_what_is_missing_comes_with_its_command(monkeypatch: pytest.MonkeyPatch)
     ("words", "count", "expected"),
     [("tilewise si", "1", "simulate"), ("tilewise simulate --str", "2", "--strong")],
 )
-def test_the_shell_completes_commands_and_options(words: str, count: str, expected: str) -> None:
+def test_the_shell_completes_commands_and_options(
+    words: str, count: str, expected: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     variables = {"_TILEWISE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": count}
-    assert tilewise(**variables).stdout.split() == [expected]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        app(prog_name="tilewise")
+    assert capsys.readouterr().out.split() == [expected]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts import finish, run_on
 from tilewise.models import unet3d
 
 ROOT = Path(__file__).parents[2]
@@ -35,16 +35,16 @@ def losses(output: str) -> list[float]:
 
 
 def test_training_a_model_of_ones_own_gives_the_same_losses_split(tmp_path: Path) -> None:
-    script = ROOT / "examples" / "train_own_model.py"
-    split = losses(torchrun(script, 4, tmp_path))
-    alone = losses(torchrun(script, 1, tmp_path))
+    script = (ROOT / "examples" / "train_own_model.py").read_text()
+    split = losses(run_on(4, script, str(tmp_path)))
+    alone = losses(run_on(1, script, str(tmp_path)))
     assert len(split) == 5
     assert split == pytest.approx(alone, rel=1e-4)
     assert split[-1] < split[0]
 
 
 def test_plan_by_hand_prints_the_plan_and_equals_one_device(tmp_path: Path) -> None:
-    output = torchrun(ROOT / "examples" / "plan_by_hand.py", 2, tmp_path)
+    output = run_on(2, (ROOT / "examples" / "plan_by_hand.py").read_text(), str(tmp_path))
     assert "features.8: n2" in output
     assert "classifier.1: f2" in output
     difference = float(re.findall(r"from one device ([0-9.e+-]+)", output)[0])
@@ -52,7 +52,7 @@ def test_plan_by_hand_prints_the_plan_and_equals_one_device(tmp_path: Path) -> N
 
 
 def test_an_added_operator_equals_one_device(tmp_path: Path) -> None:
-    output = torchrun(ROOT / "examples" / "add_operator.py", 3, tmp_path)
+    output = run_on(3, (ROOT / "examples" / "add_operator.py").read_text(), str(tmp_path))
     errors = [float(number) for number in re.findall(r"error ([0-9.e+-]+)", output)]
     assert len(errors) == 6
     assert max(errors) < 1e-12
@@ -91,25 +91,17 @@ def test_the_readme_trains_and_saves_an_ordinary_state_dict(tmp_path: Path) -> N
     model.load_state_dict(torch.load(tmp_path / "unet.pt", weights_only=True))
 
 
-def test_the_page_on_data_runs_as_written(tmp_path: Path) -> None:
+def test_the_page_on_data_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its commands in order, all but the long measurement, then its code as one script."""
     page = (ROOT / "docs" / "data.md").read_text()
     commands = "".join(re.findall(r"```sh\n(.*?)```", page, re.S)).splitlines()
     assert len(commands) == 5
+    monkeypatch.chdir(tmp_path)
     for command in commands:
         if command.startswith("tilewise data"):
-            words = shlex.split(command)[1:]
-            ran = subprocess.run(
-                [sys.executable, "-m", "tilewise", *words],
-                cwd=tmp_path,
-                capture_output=True,
-                text=True,
-                timeout=280,
-            )
-            assert ran.returncode == 0, ran.stderr
-    script = tmp_path / "data.py"
-    script.write_text("\n".join(re.findall(r"```python\n(.*?)```", page, re.S)))
-    output = torchrun(script, 2, tmp_path)
+            assert finish(command, monkeypatch) == 0
+    script = "\n".join(re.findall(r"```python\n(.*?)```", page, re.S))
+    output = run_on(2, script, str(tmp_path))
     read = "read 3.0 MiB from files; the store keeps 100% of the set, here 3.0 MiB"
     for rank in range(2):
         for epoch in range(2):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
+import shlex
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from scripts import finish
 from tilewise import Plan
 from tilewise.cli import main
 
@@ -25,24 +25,15 @@ BASELINES = {"data", "spatial", "model", "owt", "uniform"}
 SMALL = ["alexnet", "--arg", "width=0.25", "--input", "8x3x96x96"]
 
 
-def tilewise(*args: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"COLUMNS": "120"}
-    return subprocess.run(
-        [sys.executable, "-m", "tilewise", *args],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment,
-        check=False,
-    )
-
-
-def test_json_has_the_promised_keys_and_the_plan_loads(tmp_path: Path) -> None:
+def test_json_has_the_promised_keys_and_the_plan_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     path = tmp_path / "plan.json"
     where = ["--devices", "4", "--machine", "p100x4", "--pin", "features.0=h4"]
-    result = tilewise("plan", *SMALL, *where, "--price-limit", "60", "--json", "-o", str(path))
-    assert result.returncode == 0, result.stderr
-    found: dict[str, Any] = json.loads(result.stdout)
+    words = [*SMALL, *where, "--price-limit", "60", "--json", "-o", str(path)]
+    assert finish(shlex.join(["tilewise", "plan", *words]), monkeypatch) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert set(found) == KEYS
     assert all(set(row) == ROW for row in found["layers"])
     assert set(found["baselines"]) == BASELINES
@@ -59,14 +50,14 @@ def test_json_has_the_promised_keys_and_the_plan_loads(tmp_path: Path) -> None:
     assert str(plan.layers["features.0"]) == "h4"
     degrees = {row["name"]: row["degrees"] for row in found["layers"]}
     assert all(degrees[name] == str(one) for name, one in plan.layers.items())
-    result = tilewise("plan", *SMALL, *where[:4], "--diff", str(path), "--pareto",
-                      "--explain", "features.0")  # fmt: skip
-    assert result.returncode == 0, result.stderr
+    words = [*SMALL, *where[:4], "--diff", str(path), "--pareto", "--explain", "features.0"]
+    assert finish(shlex.join(["tilewise", "plan", *words]), monkeypatch) == 0
+    shown = capsys.readouterr().out
     for text in ("compared with", "proven best", "time against memory", "features.0:", "the other"):
-        assert text in result.stdout
-    words = " ".join(result.stdout.split())
+        assert text in shown
+    line = " ".join(shown.split())
     for text in ("compute does not hide it", "owt (one weird trick)", "held: kept for backward"):
-        assert text in words
+        assert text in line
 
 
 def _check_network(about: dict[str, Any]) -> None:

@@ -87,7 +87,7 @@ def make_run(folder: Path, plan: Path) -> Path:
     records: list[dict[str, Any]] = []
     for step in range(1, 41):
         shares = {"compute": 0.7, "halo": 0.1, "redistribution": 0.05, "sync": 0.1, "input": 0.05}
-        records.append({"kind": "train", "epoch": 0, "step": step, "loss": 1.0 / step, "lr": 1e-3,
+        records.append({"kind": "train", "epoch": 1, "step": step, "loss": 1.0 / step, "lr": 1e-3,
                         "seconds": 0.2, "shares": shares})  # fmt: skip
     records.append({"kind": "valid", "epoch": 1, "step": 40, "mse": 0.25, "seconds": 1.0})
     lines = "".join(json.dumps(record) + "\n" for record in records)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from small_runs import Regressor, losses, make_set, recipe, trained
 from tilewise.testing.ranks import RanksError
 from tilewise.train.checkpoint import whole_state_dict
+from tilewise.train.journal import METRICS, Journal, read_journal
 from tilewise.train.progress import Progress, reached
 from tilewise.train.recipe import Stop
 from tilewise.train.resume import checkpoint_in
@@ -110,19 +113,39 @@ def test_resuming_on_another_plan_goes_on_as_if_nothing_had_been(
     assert summary["epochs"] == 3
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-9)
     steps = [(record["epoch"], record["step"]) for record in parts if record["kind"] == "train"]
-    assert steps == [(0, 1), (0, 2), (1, 3), (1, 4), (2, 5), (2, 6)]
-    evaluated = [record["step"] for record in parts if record["kind"] == "valid"]
-    assert evaluated == [2, 3, 4, 6]
+    assert steps == [(1, 1), (1, 2), (2, 3), (2, 4), (3, 5), (3, 6)]
+    found = [(record["epoch"], record["step"]) for record in parts if record["kind"] == "valid"]
+    assert found == [(1, 2), (2, 3), (2, 4), (3, 6)]
+
+
+def test_epochs_that_were_counted_from_0_go_on_from_1(tmp_path: Path) -> None:
+    old = [
+        {"kind": "train", "epoch": 0, "step": 1}, {"kind": "valid", "epoch": 1, "step": 1},
+        {"kind": "train", "epoch": 1, "step": 2}, {"kind": "train", "epoch": 2, "step": 3},
+    ]  # fmt: skip
+    (tmp_path / METRICS).write_text("".join(json.dumps(record) + "\n" for record in old))
+    for _ in range(2):  # what counts from 1 stays
+        Journal(tmp_path, after=2).close()
+        found = [(one["kind"], one["epoch"]) for one in read_journal(tmp_path / METRICS)]
+        assert found == [("train", 1), ("valid", 1), ("train", 2)]
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_lower_precision_learns_the_same_on_all_ranks(
+def test_lower_precision_learns_the_same_and_writes_what_the_page_says(
     precision: str, numbers: Path, tmp_path: Path
 ) -> None:
     table = recipe(numbers, plan="d2", train_precision=precision, train_checksum=1)
     _, journal = trained(2, table, tmp_path / "run")
     _, full = trained(1, recipe(numbers, train_precision="float32"), tmp_path / "full")
     assert losses(journal) == pytest.approx(losses(full), rel=0.1)
+    page = (Path(__file__).parents[2] / "docs" / "train.md").read_text()
+    table = page[page.index("The fields of a line") :]
+    documented = set(re.findall(r"`(\w+)`", "".join(re.findall(r"\n\|(.*?)\|", table))))
+    assert {"kind", "epoch", "lr"} <= documented
+    for record in journal:
+        fields = set(record) if record["kind"] == "train" else set(record) - {"mse", "mae"}
+        assert fields <= documented
+    assert {"compute", "halo", "redistribution", "sync", "input"} == set(journal[0]["shares"])
     if precision == "float16":
         assert journal[0]["scale"] == 2.0**16
 

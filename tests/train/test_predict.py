@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import h5py
 import numpy as np
@@ -17,12 +19,13 @@ from small_runs import Segmenter, make_set, recipe, trained
 from tilewise import Degrees, Layout, Mesh
 from tilewise.cli.app import app
 from tilewise.comm.pool import exhausted
+from tilewise.data.open import open_source
 from tilewise.data.output import check_output, chunks, create_output, open_output
 from tilewise.errors import DataError, RecipeError
 from tilewise.testing import ranks
 from tilewise.train.manifest import Manifest
 from tilewise.train.payload import Payload
-from tilewise.train.predict import _judged, predict, recipe_of
+from tilewise.train.predict import Prediction, _judged, batch_size, predict, recipe_of
 from tilewise.train.resume import checkpoint_in
 
 Saved = tuple[Path, Path, Segmenter]
@@ -64,7 +67,7 @@ def read(path: Path) -> Any:
     ("count", "plan", "name", "batch"),
     [
         (2, "d2", "y.npy", 1),
-        (4, "h2 w2", "y.h5", 4),
+        (4, "h2 w2", "y.h5", 0),
         (3, "w3", "y.zarr", 3),
         (4, "n2 d2", "z.h5", 3),
         (4, "d2 f2", "z.npy", 2),
@@ -85,6 +88,34 @@ def test_predictions_equal_one_device(
     ranks(count, run, {**options, "out": str(classes), "classes": True})
     assert read(classes).dtype == np.uint8
     np.testing.assert_array_equal(read(classes), expected.argmax(1).numpy())
+
+
+@pytest.mark.parametrize(
+    ("plan", "trained", "batch"),
+    [
+        ("d2", [4, 2, 7, 6, 5], 4),  # as in training
+        ("d4", [4, 2, 7, 6, 5], 8),  # on twice as many ranks
+        ("h1", [4, 2, 7, 6, 5], 2),
+        ("d2", [4, 2, 7, 3, 2], 1),  # trained on crops
+        ("n2", [4, 2, 7, 3, 2], 2),
+        ({"outer": "n3"}, None, 3),  # saved by an earlier version
+        ("auto", None, 1),
+        ("d2", [4, 2, 14, 12, 10], 10),  # all there are
+    ],
+)
+def test_a_batch_is_what_training_held(
+    plan: Any, trained: list[int] | None, batch: int, saved: Saved
+) -> None:
+    data, folder, _ = saved
+    task = Prediction(str(checkpoint_in(folder)), str(data), "y.npy", plan)
+    found = Manifest.read(checkpoint_in(folder).absolute())
+    assert found.extra["input"] == [4, 2, 7, 6, 5]
+    extra = {name: one for name, one in found.extra.items() if name != "input"}
+    other = replace(found, extra=extra if trained is None else extra | {"input": trained})
+    texts = list(plan.values()) if isinstance(plan, dict) else [plan]
+    count = 2 if plan == "auto" else max(Degrees.parse(text).product for text in texts)
+    with mock.patch.object(Manifest, "read", return_value=other):
+        assert batch_size(count, task, open_source(data, ["x"])) == batch
 
 
 def one_and_a_half(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from tilewise.cli.app import app
 from tilewise.errors import RecipeError
 from tilewise.train.check import check
 from tilewise.train.recipe import changes, from_dict, read_recipe, shipped
@@ -97,6 +99,23 @@ def test_what_only_the_check_can_see(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RecipeError, match=said):
         check(read_recipe("cosmoflow", [change]), 2)
+
+
+def test_an_auto_plan_is_checked_by_a_search_without_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path / "nothing"))
+    small = ["plan=auto", "memory=40MiB"]
+    alone = check(read_recipe("cosmoflow-mlperf", ["plan='1'"]), 2)
+    found = check(read_recipe("cosmoflow-mlperf", small), 2)
+    assert found.model_bytes < alone.model_bytes
+    assert found.model_bytes <= 40 * 2**20
+    assert "with the rates of machine 'lassen' finds: " in found.notes[0]
+    command = ["train", "cosmoflow-mlperf", "--check", "--ranks", "2", "--plan", "auto"]
+    refused = CliRunner().invoke(app, [*command, "--set", "memory=1MiB"])
+    assert refused.exit_code == 1
+    assert "the smallest plan needs" in refused.stderr
 
 
 def test_what_changed_in_a_recipe_is_listed() -> None:

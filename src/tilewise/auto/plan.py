@@ -33,12 +33,13 @@ from tilewise.ops.kept import folder, store
 from tilewise.plan import Plan
 from tilewise.planner.cost import Setting
 from tilewise.planner.formulate import formulate
-from tilewise.planner.machine import Machine, MachineError, load_machine, local_path
+from tilewise.planner.machine import LOCAL, Machine, MachineError, load_machine, local_path
 from tilewise.planner.search import Found, search
 from tilewise.planner.solve import InfeasibleError
 from tilewise.planner.whole import Parts, fit_step
 
 AUTO = "auto"
+STRANGER = "lassen"  # whose rates are taken where none were measured
 TIME_LIMIT = 20.0
 ROUNDS = (2, 6, 6)  # of running plans, learning from it between them
 FINALISTS = 4
@@ -85,13 +86,15 @@ def read_plan(
     mesh: Mesh,
     *,
     memory: str | int | None = None,
+    optimizer: str = "adam",
     model: nn.Module | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Read a plan in any of the forms that `parallelize` takes, `auto` among them.
 
-    An `auto` plan for training needs the model: the best ones by prediction are tried on it, under
-    the caller's autocast. `options` are a plan's beside its degrees, and what is tried has them.
+    An `auto` plan for training needs the model: the best ones by prediction are tried on it, with
+    such an optimizer, under the caller's autocast. `options` are a plan's beside its
+    degrees, and what is tried has them.
     """
     options = options or {}
     if plan != AUTO:
@@ -101,7 +104,9 @@ def read_plan(
     if mesh.size == 1:
         return Plan.uniform(graph, "1", **options)
     with torch.random.fork_rng():  # what is drawn depends on what was measured before
-        searching = auto_plan(graph, mesh, memory=memory, model=model, options=options)
+        searching = auto_plan(
+            graph, mesh, memory=memory, optimizer=optimizer, model=model, options=options
+        )
         chosen: Plan
         chosen, _, _ = exhausted(searching, lambda _: None)
         return chosen
@@ -184,12 +189,8 @@ def auto_search(
     """
     device = torch.device("cpu") if device is None else device
     backend = _backend()
-    machine = yield from local_machine(mesh, backend)
     dtype = _dtype(graph)
-    if dtype not in machine.compute:
-        # they only serve to leave out what is hopeless: the calls themselves are measured
-        rates = machine.compute["float32"]
-        machine = machine.model_copy(update={"compute": machine.compute | {dtype: rates}})
+    machine = with_rates((yield from local_machine(mesh, backend)), dtype)
     itemsize = getattr(torch, dtype).itemsize
     setting = Setting(machine, mesh.size, dtype, itemsize, optimizer)
     listed = worth_measuring(list(formulate(graph, setting, with_calls=True).calls.values()))
@@ -226,6 +227,51 @@ def auto_search(
     if told(mesh, lambda: find(again=False)) and recompute:
         told(mesh, lambda: find(again=True))
     return min(found, key=lambda one: one.step_seconds, default=None)
+
+
+def unmeasured(
+    graph: Graph,
+    ranks: int,
+    *,
+    memory: str | int | None,
+    optimizer: str,
+    recompute: bool,
+) -> tuple[Found, Machine]:
+    """Search without measuring; returns what was found, and whose rates it is for.
+
+    They are those of this machine, if they are kept, else a preset's. An `auto` plan, for which
+    every layer is measured and plans run, may be another one.
+    """
+    try:
+        machine = load_machine(LOCAL, devices=ranks)
+    except MachineError:
+        machine = load_machine(STRANGER)
+    dtype = _dtype(graph)
+    machine = with_rates(machine, dtype)
+
+    def find(again: bool) -> Found:
+        return search(
+            graph, devices=ranks, machine=machine, memory=memory, optimizer=optimizer, dtype=dtype,
+            time_limit=TIME_LIMIT, recompute=again,
+        )  # fmt: skip
+
+    try:
+        return find(again=False), machine
+    except InfeasibleError:
+        if not recompute:
+            raise
+        return find(again=True), machine
+
+
+def with_rates(machine: Machine, dtype: str) -> Machine:
+    """Return the machine with float32's rates for a dtype that it has none of.
+
+    They only serve to leave out what is hopeless: the calls of an `auto` plan are measured.
+    """
+    if dtype in machine.compute:
+        return machine
+    rates = machine.compute["float32"]
+    return machine.model_copy(update={"compute": machine.compute | {dtype: rates}})
 
 
 def local_machine(mesh: Mesh, backend: str) -> Generator[str, None, Machine]:

@@ -10,10 +10,10 @@ import torch
 import typer
 from rich.console import Console
 
-from tilewise.cli.naming import InputError
+from tilewise.cli.naming import InputError, named_checkpoint
+from tilewise.errors import CheckpointError
 from tilewise.train.checkpoint import whole_state_dict
 from tilewise.train.payload import write_tensors
-from tilewise.train.resume import checkpoint_in
 
 
 def export(
@@ -26,8 +26,11 @@ def export(
         raise InputError(f"export: {output} must end in .safetensors or .pt")
     if output.exists():
         raise InputError(f"export: {output} exists already; name another file, or remove it")
-    folder = checkpoint_in(checkpoint)
-    state, extra = whole_state_dict(folder)
+    folder, _ = named_checkpoint("export", checkpoint)
+    try:
+        state, extra = whole_state_dict(folder)
+    except CheckpointError as error:
+        raise InputError(f"export: {error}") from error
     partial = output.with_name(f".{output.name}.partial")
     partial.unlink(missing_ok=True)
     try:

@@ -11,14 +11,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilewise.errors import InputError
+from tilewise.errors import CheckpointError, InputError
 from tilewise.models.find import find_model
 from tilewise.plan import Plan
+from tilewise.train.manifest import Manifest
+from tilewise.train.resume import checkpoint_in
 
 __all__ = [
-    "InputError", "build_model", "find_model", "parse_argument", "parse_dtype", "parse_plan",
-    "parse_shape",
+    "InputError", "build_model", "find_model", "named_checkpoint", "parse_argument", "parse_dtype",
+    "parse_plan", "parse_shape",
 ]  # fmt: skip
+
+
+def named_checkpoint(command: str, folder: Path) -> tuple[Path, Manifest]:
+    """Return the checkpoint that a folder of a run or of a checkpoint means, and its manifest."""
+    try:
+        found = checkpoint_in(folder)
+        return found, Manifest.read(found.absolute())
+    except CheckpointError as error:
+        raise InputError(f"{command}: {error}") from error
 
 
 def build_model(name: str, arguments: Sequence[str], dtype: torch.dtype, seed: int) -> nn.Module:

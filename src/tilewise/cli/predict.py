@@ -12,14 +12,12 @@ import typer
 from rich.console import Console
 
 from tilewise.cli.crew import Crew
-from tilewise.cli.naming import InputError
+from tilewise.cli.naming import InputError, named_checkpoint
 from tilewise.cli.train import plan_text, ranks_of
 from tilewise.comm.pool import RanksError
 from tilewise.data.output import check_output
-from tilewise.train.manifest import Manifest
 from tilewise.train.predict import predict as predict_on_rank
 from tilewise.train.predict import recipe_of
-from tilewise.train.resume import checkpoint_in
 from tilewise.train.supervise import FOREVER_S
 
 
@@ -31,7 +29,9 @@ def predict(
     plan: Annotated[
         str | None, typer.Option(help="'n2 h2', 'conv*=h2,fc=f2', a plan file, auto")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="samples at a time")] = 1,
+    batch: Annotated[
+        int, typer.Option(min=0, help="samples at a time; 0 is as many as a step of training holds")
+    ] = 0,
     classes: Annotated[
         bool, typer.Option("--classes", help="write the likeliest class of each element")
     ] = False,
@@ -41,9 +41,8 @@ def predict(
 ) -> None:
     """Predict DATA with the model of CHECKPOINT, each rank writing its own slabs."""
     start = time.monotonic()
-    folder = checkpoint_in(checkpoint)
+    folder, saved = named_checkpoint("predict", checkpoint)
     recipe = recipe_of(folder)
-    saved = Manifest.read(folder.absolute())
     if plan is not None:
         recipe = recipe.model_copy(update={"plan": plan_text(plan)})
         count = ranks or ranks_of(recipe)

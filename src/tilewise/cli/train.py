@@ -22,13 +22,14 @@ from tilewise.cli.train_show import Show, show_check
 from tilewise.errors import TilewiseError
 from tilewise.layout import Degrees
 from tilewise.plan import Plan
+from tilewise.planner.solve import InfeasibleError
 from tilewise.train.check import check as check_recipe
 from tilewise.train.inputs import make_missing
 from tilewise.train.journal import METRICS
 from tilewise.train.lock import RunLock
 from tilewise.train.loop import train as train_on_rank
 from tilewise.train.recipe import Recipe, read_recipe, shipped
-from tilewise.train.resume import CHECKPOINTS
+from tilewise.train.resume import CHECKPOINTS, LATEST
 
 
 def train(
@@ -75,7 +76,7 @@ def train(
 
         def arguments(attempt: int) -> tuple[Any, ...]:
             saved = attempt and any((folder / CHECKPOINTS).glob("step-*"))
-            start = "latest" if saved else resume
+            start = LATEST if saved else resume
             return found.as_dict(), {"out": str(folder), "resume": start, "profile": profile}
 
         results = crew.follow(
@@ -98,7 +99,11 @@ def train(
 
 def _check(recipe: Recipe, ranks: int, json_: bool) -> None:
     """Show what a recipe comes to; exit with 1 if it does not fit the memory."""
-    found = check_recipe(recipe, ranks)
+    try:
+        found = check_recipe(recipe, ranks)
+    except InfeasibleError as error:
+        print(f"tilewise: {error}", file=sys.stderr)
+        sys.exit(1)
     if json_:
         print(json.dumps({**asdict(found), "fits": found.fits, "ranks": ranks}))
     else:
@@ -118,6 +123,11 @@ def claimed(crew: Crew, folder: Path, resume: str | None) -> Iterator[None]:
                     problem = (
                         f"{folder} holds a run; say --resume latest to go on with it, or --out for "
                         "another folder"
+                    )
+                if resume not in (None, LATEST) and not Path(str(resume)).is_dir():
+                    problem = (
+                        f"--resume: there is no folder {resume}; say latest, or name the folder of "
+                        "a run or of a checkpoint"
                     )
             except TilewiseError as error:
                 problem = str(error)

@@ -92,7 +92,11 @@ class Show:
         if self.live:
             if self.task is not None:
                 self.bar.remove_task(self.task)
-            self.task = self.bar.add_task("epoch 1", total=event["steps"], completed=event["step"])
+            self.task = self.bar.add_task(
+                f"epoch {event['epoch']}/{event['epochs']}",
+                total=event["steps"],
+                completed=event["step"],
+            )
 
     def _note(self, event: dict[str, Any]) -> None:
         self.say(event["text"])
@@ -102,7 +106,7 @@ class Show:
             self.say(f"step {event['step']} is left out: {event['skipped']}")
         text = self._status(event)
         if self.task is not None:
-            where = f"epoch {event['epoch'] + 1}/{self.facts['epochs']}"
+            where = f"epoch {event['epoch']}/{self.facts['epochs']}"
             self.bar.update(self.task, completed=event["step"], description=where)
             self.line = Text(text)
             return
@@ -111,7 +115,7 @@ class Show:
             self.said = now
             left = self._left(event)
             self.say(
-                f"epoch {event['epoch'] + 1}/{self.facts['epochs']} step {event['step']}/"
+                f"epoch {event['epoch']}/{self.facts['epochs']} step {event['step']}/"
                 f"{self.facts['steps']}: {text}{left}"
             )
 
@@ -135,7 +139,7 @@ class Show:
     def _evaluation(self, event: dict[str, Any]) -> None:
         values = {name: value for name, value in event.items() if name not in HIDDEN}
         shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-        self.say(f"{event['kind']} after epoch {event['epoch']}: {shown}")
+        self.say(f"{event['kind']} in epoch {event['epoch']}, after step {event['step']}: {shown}")
 
     # -- the end ---------------------------------------------------------------------------
 

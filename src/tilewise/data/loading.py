@@ -163,7 +163,7 @@ class Loader:
             self._accept,
             self.mesh,
             prefetch=self.prefetch,
-            name=f"{self.name}, epoch {epoch}",
+            name=f"{self.name}, epoch {epoch + 1}",
         )
         return _Epoch(self, self._stream)
 

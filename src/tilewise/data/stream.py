@@ -103,7 +103,7 @@ class Stream:
 
     def _agreed(self, made: Made, stopping: bool) -> bool:
         """Tell the other ranks how it went; raise on all of them where it failed on one."""
-        what = f"{self._name}, batch {made.number}"
+        what = f"{self._name}, batch {made.number + 1}"
         flags = torch.tensor([made.error is not None, stopping], dtype=torch.int64)
         try:
             self._mesh.sum(flags, self._mesh.group(), layer=what)

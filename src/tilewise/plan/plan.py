@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
@@ -170,6 +171,12 @@ class Plan:
             data.get("statistics", "global"),
             bool(data.get("io_channels", False)),
         )
+
+    def told(self) -> str:
+        """Say how many layers have which degrees."""
+        counts = Counter(str(degrees) for degrees in self.layers.values())
+        each = ", ".join(f"{degrees} for {count}" for degrees, count in counts.most_common())
+        return f"{each} layers"
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a JSON file."""

@@ -201,11 +201,8 @@ def _compare_first_pass(
         for slab, layout in zip(tracked, split.input_layouts)
     ]
     grads = _whole_grads(split)
-    buffers = {
-        name: tensor
-        for name, tensor in full_state_dict(split).items()
-        if name in dict(split.named_buffers())
-    }
+    names = {name for name, _ in split.named_buffers()}
+    buffers = {name: one for name, one in full_state_dict(split).items() if name in names}
     gathered_all = [*gathered, *input_grads, *grads.values(), *buffers.values()]
     if not _replicas_agree(mesh, gathered_all):
         result.note("output", "replicas that should be equal", float("inf"))

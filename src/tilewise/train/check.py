@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tilewise.auto.plan import AUTO
+from tilewise.auto.plan import AUTO, unmeasured
 from tilewise.data import Source
 from tilewise.errors import RecipeError
 from tilewise.graph import as_plan, capture
@@ -27,6 +27,7 @@ from tilewise.planner.timeline import peak_bytes
 from tilewise.train.inputs import Sets, augments, examples, open_sets, transforms
 from tilewise.train.job import build_model, freeze, make_metrics, plan_options
 from tilewise.train.losses import loss_function
+from tilewise.train.optimizer import planned_as
 from tilewise.train.progress import check_stop
 from tilewise.train.recipe import Recipe
 
@@ -55,7 +56,8 @@ class Checked:
 def check(recipe: Recipe, ranks: int) -> Checked:
     """Capture the model, open the data and plan for so many ranks; errors say what is wrong.
 
-    An `auto` plan, which is found by measuring on the ranks, is checked as one device's.
+    For an `auto` plan, which is found by measuring on the ranks, the one that a search without
+    measuring finds is checked; a note says so.
     """
     sets = open_sets(recipe)
     try:
@@ -66,9 +68,7 @@ def check(recipe: Recipe, ranks: int) -> Checked:
         parameters = sum(p.numel() for p in model.parameters())
         freeze(model, recipe.model.frozen)
         graph = capture(model, x, loss_function(recipe), targets=tuple(targets))
-        automatic = recipe.plan == AUTO
-        plan = as_plan(graph, "1" if automatic else recipe.plan)
-        plan = replace(plan, **plan_options(recipe))
+        plan = _plan(graph, recipe, ranks)
         plan.check(ranks)
         planned = plan_program(graph.training, plan, ranks=ranks, rank=0, draws=Draws(0))
         _check_metrics(recipe, sets, graph, plan, ranks, targets)
@@ -86,10 +86,26 @@ def check(recipe: Recipe, ranks: int) -> Checked:
             _model_bytes(graph, plan, recipe, ranks),
             _input_bytes(planned, recipe, sets.train),
             _limit(recipe, ranks),
-            ("plan 'auto' is found on the ranks; checked undivided",) if automatic else plan.notes,
+            plan.notes,
         )  # fmt: skip
     finally:
         sets.close()
+
+
+def _plan(graph: Graph, recipe: Recipe, ranks: int) -> Plan:
+    """Return the recipe's plan, or what stands for an `auto` one."""
+    options = plan_options(recipe)
+    if recipe.plan != AUTO:
+        return replace(as_plan(graph, recipe.plan), **options)
+    found, machine = unmeasured(
+        graph, ranks, memory=_limit(recipe, ranks), optimizer=planned_as(recipe.train),
+        recompute="recompute" not in options,
+    )  # fmt: skip
+    note = (
+        f"plan 'auto' is found on the ranks, by measuring; checked is what a search with the rates "
+        f"of machine {machine.name!r} finds: {found.plan.told()}"
+    )
+    return replace(found.plan, notes=(note, *found.plan.notes), **options)
 
 
 def _check_metrics(
@@ -115,10 +131,9 @@ def _model_bytes(graph: Graph, plan: Plan, recipe: Recipe, ranks: int) -> int:
     What a recipe's own patterns save by computing again is not in it.
     """
     train = recipe.train
-    kind = "momentum" if train.optimizer == "sgd" and train.momentum else train.optimizer
     itemsize = torch.float64.itemsize if train.precision == "float64" else torch.float32.itemsize
     # bytes do not depend on the machine's rates
-    setting = Setting(load_machine("lassen"), ranks, "float32", itemsize, kind)
+    setting = Setting(load_machine("lassen"), ranks, "float32", itemsize, planned_as(train))
     found = formulate(graph, setting, pins=plan.layers, recompute=bool(plan.recompute))
     return peak_bytes(found, found.choice(plan))
 

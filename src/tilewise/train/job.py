@@ -23,7 +23,7 @@ from tilewise.plan import Plan
 from tilewise.train.inputs import Sets, examples, make_loader, open_sets
 from tilewise.train.losses import loss_function, loss_sums
 from tilewise.train.metrics import MeanLoss, Metric, make_metric
-from tilewise.train.optimizer import make_optimizer
+from tilewise.train.optimizer import make_optimizer, planned_as
 from tilewise.train.payload import Payload
 from tilewise.train.precision import Precision
 from tilewise.train.recipe import Recipe
@@ -173,8 +173,9 @@ def planned(
     limit = recipe.memory if recipe.plan == AUTO else None
     with Precision(recipe.train.precision).autocast():
         plan = read_plan(
-            graph, recipe.plan, mesh, memory=limit, model=model, options=plan_options(recipe)
-        )
+            graph, recipe.plan, mesh, memory=limit, optimizer=planned_as(recipe.train),
+            model=model, options=plan_options(recipe),
+        )  # fmt: skip
     return graph, plan
 
 

@@ -14,15 +14,16 @@ METRICS = "metrics.jsonl"
 class Journal:
     """The lines of a run, written by the first rank: one for each step and each evaluation.
 
-    A run that resumes after step `after` drops what an earlier one wrote beyond it, so that the
-    file is the story of one run.
+    Steps and epochs count from 1. A run that resumes after step `after` drops what an earlier one
+    wrote beyond it, so that the file is the story of one run.
     """
 
     def __init__(
         self, folder: Path, *, after: int | None = None, tensorboard: bool = False
     ) -> None:
         self.path = folder / METRICS
-        kept = [] if after is None else [r for r in read_journal(self.path) if r["step"] <= after]
+        found = [] if after is None else _counted(read_journal(self.path))
+        kept = [record for record in found if record["step"] <= after]
         text = "".join(json.dumps(record) + "\n" for record in kept)
         try:
             self.path.write_text(text, encoding="utf-8")
@@ -60,6 +61,15 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             found.append(record)
     return found
+
+
+def _counted(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Let epochs of steps count from 1, where an earlier version counted them from 0."""
+    steps = [record for record in records if record.get("kind") == "train"]
+    if any(record.get("epoch") == 0 for record in steps):
+        for record in steps:
+            record["epoch"] += 1
+    return records
 
 
 def _board(folder: Path, after: int | None) -> Any:

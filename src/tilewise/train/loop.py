@@ -7,7 +7,6 @@ import resource
 import sys
 import time
 import warnings
-from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -135,10 +134,8 @@ class Run:
         return Journal(self.out, after=after, tensorboard=self.recipe.metrics.tensorboard)
 
     def _told_plan(self) -> str:
-        """Say how many layers have which degrees."""
-        counts = Counter(str(degrees) for degrees in self.model.plan.layers.values())
-        each = ", ".join(f"{degrees} for {count}" for degrees, count in counts.most_common())
-        return f"the plan's degrees: {each} layers (plan.json)"
+        """Say what was found."""
+        return f"the plan's degrees: {self.model.plan.told()} (plan.json)"
 
     @property
     def speaks(self) -> bool:
@@ -169,6 +166,7 @@ class Run:
                 "loader": self.job.loader.state_dict(),
                 "precision": self.precision.state_dict(),
                 "recipe": self.recipe.as_dict(),
+                "input": list(self.model.graph.training.inputs[0].shape),
             },
         )
 
@@ -242,12 +240,19 @@ class Run:
         loader = self.job.loader
         return loader.epoch > self.progress.epoch or loader.state_dict()["batches"] >= len(loader)
 
+    @property
+    def _within_epoch(self) -> bool:
+        """Whether some batches of an epoch were taken, and others were not."""
+        loader = self.job.loader
+        same = loader.epoch == self.progress.epoch
+        return same and 0 < loader.state_dict()["batches"] < len(loader)
+
     def _start(self) -> Event:
         job = self.job
         return {
             "kind": "start",
             "step": self.progress.step,
-            "epoch": self.progress.epoch,
+            "epoch": min(self.progress.epoch + 1, self.recipe.train.epochs),
             "epochs": self.recipe.train.epochs,
             "steps": job.total_steps,
             "steps_per_epoch": job.steps_per_epoch,
@@ -292,7 +297,7 @@ class Run:
 
     def _noted(self, record: Event) -> Event:
         progress = self.progress
-        record = {"kind": "train", "epoch": progress.epoch, "step": progress.step, **record}
+        record = {"kind": "train", "epoch": progress.epoch + 1, "step": progress.step, **record}
         if self.journal is not None and progress.step % self.recipe.metrics.log_steps == 0:
             self.journal.write(record)
         return record
@@ -334,7 +339,7 @@ class Run:
         if self.speaks:
             record = {
                 "kind": name,
-                "epoch": self.progress.epoch,
+                "epoch": self.progress.epoch + self._within_epoch,
                 "step": self.progress.step,
                 **found,
                 "seconds": time.perf_counter() - started,

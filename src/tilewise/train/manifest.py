@@ -97,7 +97,9 @@ class Manifest:
         """Read the manifest of a checkpoint; an error says why a folder is none."""
         path = folder / MANIFEST
         if not folder.is_dir():
-            raise CheckpointError(f"{folder}: there is no such checkpoint folder")
+            raise CheckpointError(
+                f"{folder}: there is no such folder; name one of a run or of a checkpoint"
+            )
         if not path.exists():
             raise CheckpointError(
                 f"{folder}: this is a checkpoint of torch's own format, which is pickled and may "

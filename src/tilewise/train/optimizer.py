@@ -23,3 +23,12 @@ def make_optimizer(section: TrainSection, parameters: Iterable[nn.Parameter]) ->
     if section.optimizer == "rmsprop":
         return torch.optim.RMSprop(stepped, momentum=section.momentum, **options)
     return torch.optim.SGD(stepped, momentum=section.momentum, **options)
+
+
+def planned_as(section: TrainSection) -> str:
+    """Return which of the planner's optimizers keeps as many states as the recipe's."""
+    if section.momentum and section.optimizer == "sgd":
+        return "momentum"
+    if section.momentum and section.optimizer == "rmsprop":
+        return "adam"
+    return section.optimizer

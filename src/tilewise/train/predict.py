@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from torch import Tensor
 
 from tilewise import data
 from tilewise.auto import read_plan
+from tilewise.auto.plan import AUTO
 from tilewise.comm import Mesh
 from tilewise.data.output import create_output, open_output
 from tilewise.errors import RecipeError
 from tilewise.graph import Graph, ParallelModel, capture
-from tilewise.layout import Layout
+from tilewise.layout import Degrees, Layout
 from tilewise.ops.loss import class_indices
 from tilewise.plan import Plan
 from tilewise.train.checkpoint import Checkpoints
@@ -37,7 +39,7 @@ class Prediction:
         data: a set whose first field is the input; others are not read.
         out: an HDF5, NPY or Zarr file that is being written.
         plan: degrees, degrees by pattern, a plan file, or a plan as JSON text.
-        batch: samples at a time.
+        batch: samples at a time; 0 is what `batch_size` finds.
         classes: write the likeliest class of each element instead of the outputs; 0 or 1 for each
             output, where those were trained as logits of yes and no.
     """
@@ -46,7 +48,7 @@ class Prediction:
     data: str
     out: str
     plan: str | dict[str, str]
-    batch: int = 1
+    batch: int = 0
     classes: bool = False
 
 
@@ -56,6 +58,8 @@ def predict(mesh: Mesh, options: dict[str, Any]) -> Generator[int, None, dict[st
     recipe = recipe_of(Path(task.checkpoint))
     source = data.open_source(task.data, None if not recipe.data.fields else recipe.data.fields[:1])
     field = next(iter(source.fields))
+    if not task.batch:
+        task.batch = batch_size(mesh.size, task, source)
     model = load_model(mesh, recipe, task, source)
     model.eval()
     loader = data.loader(
@@ -92,6 +96,7 @@ def predict(mesh: Mesh, options: dict[str, Any]) -> Generator[int, None, dict[st
     loader.close()
     return {
         "samples": done,
+        "batch": task.batch,
         "shape": [done, *shown.shape[1:]],
         "slab": list(shown.local_shape(mesh.rank)[1:]),
         "dtype": _name(dtype),
@@ -104,6 +109,33 @@ def recipe_of(checkpoint: Path) -> Recipe:
     if "recipe" not in extra:
         raise RecipeError(f"{checkpoint}: holds no recipe; it was not saved by tilewise train")
     return from_dict(extra["recipe"], str(checkpoint))
+
+
+def batch_size(ranks: int, task: Prediction, source: data.Source) -> int:
+    """Return how many samples give a rank no more input than a step of training did.
+
+    At least one, and one for each part that the plan cuts samples into; at most all of them. Only
+    one for a checkpoint that does not say what its inputs were.
+    """
+    saved = Manifest.read(Path(task.checkpoint).absolute())
+    trained = prod(map(int, saved.extra.get("input", (0,)))) * ranks // saved.ranks
+    fits = trained // prod(next(iter(source.fields.values())).shape)
+    return max(min(max(fits, _sample_degree(task.plan)), len(source)), 1)
+
+
+def _sample_degree(plan: str | dict[str, str]) -> int:
+    """Return into how many parts some layer of a plan cuts the samples of a batch."""
+    if plan == AUTO:
+        return 1
+    if isinstance(plan, dict):
+        degrees = [Degrees.parse(text) for text in plan.values()]
+    elif plan.lstrip().startswith("{"):
+        degrees = list(Plan.from_json(plan).layers.values())
+    elif plan.endswith(".json"):
+        degrees = list(Plan.load(plan).layers.values())
+    else:
+        degrees = [Degrees.parse(plan)]
+    return max((one.n for one in degrees), default=1)
 
 
 def load_model(mesh: Mesh, recipe: Recipe, task: Prediction, source: data.Source) -> ParallelModel:

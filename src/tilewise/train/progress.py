@@ -14,7 +14,10 @@ from tilewise.train.recipe import Recipe, Stop
 
 @dataclass
 class Progress:
-    """Where a run stands: what has to be known beside the tensors to go on."""
+    """Where a run stands: what has to be known beside the tensors to go on.
+
+    `epoch` and `step` are how many are done; what people read counts both from 1.
+    """
 
     epoch: int = 0
     step: int = 0

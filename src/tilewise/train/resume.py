@@ -9,6 +9,7 @@ from tilewise.errors import CheckpointError
 from tilewise.train.checkpoint import Checkpoints
 
 CHECKPOINTS = "checkpoints"
+LATEST = "latest"
 
 
 def find_checkpoint(text: str, own: Checkpoints, mesh: Mesh | None = None) -> Path | None:
@@ -16,7 +17,7 @@ def find_checkpoint(text: str, own: Checkpoints, mesh: Mesh | None = None) -> Pa
 
     `own` are the checkpoints of the run itself. Of another run it is the newest that is whole.
     """
-    return own.latest() if text == "latest" else checkpoint_in(Path(text), mesh)
+    return own.latest() if text == LATEST else checkpoint_in(Path(text), mesh)
 
 
 def checkpoint_in(folder: Path, mesh: Mesh | None = None) -> Path:

@@ -10,9 +10,10 @@ from tilewise.train.recipe import ScheduleSection
 def rate_factor(schedule: ScheduleSection, step: int, total: int) -> float:
     """Return the factor on the learning rate for step `step` of `total`, counted from 0.
 
-    It rises over `warmup` steps, reaching 1 at the last of them. Then `linear` and `cosine` fall to
-    `end` at the last step, and `step` multiplies by `factor` at each of the milestones, which are
-    shares of all steps.
+    It rises over `warmup` steps, reaching 1 at the last of them. Then `linear` and `cosine` fall
+    towards `end`, where they would be one step after the last, as torch's schedules are: no step is
+    wasted on a rate of 0. `step` multiplies by `factor` at each of the milestones, which are shares
+    of all steps.
     """
     if step < schedule.warmup:
         return (step + 1) / schedule.warmup
@@ -21,7 +22,7 @@ def rate_factor(schedule: ScheduleSection, step: int, total: int) -> float:
     if schedule.kind == "step":
         passed = sum(step >= round(share * total) for share in schedule.milestones)
         return float(schedule.factor**passed)
-    rest = total - 1 - schedule.warmup
+    rest = total - schedule.warmup
     done = min((step - schedule.warmup) / rest, 1.0) if rest > 0 else 1.0
     fallen = done if schedule.kind == "linear" else (1.0 - cos(pi * done)) / 2.0
     return 1.0 - (1.0 - schedule.end) * fallen

@@ -1,0 +1,51 @@
+"""Run scripts on ranks that are there already, as a launcher would on new ones."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shlex
+import sys
+
+import pytest
+import torch.distributed as dist
+
+from tilewise import Mesh
+from tilewise.cli import main
+from tilewise.testing.ranks import Pool
+
+
+def run_script(mesh: Mesh, text: str, folder: str) -> str:
+    """Run a script as a rank would; returns what it prints."""
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    begin, end = dist.init_process_group, dist.destroy_process_group
+    dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None  # type: ignore
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            exec(compile(text, "script", "exec"), {"__name__": "__main__"})
+    finally:
+        dist.init_process_group, dist.destroy_process_group = begin, end
+        sys.path.remove(folder)
+    return said.getvalue()
+
+
+def run_on(count: int, text: str, folder: str) -> str:
+    """Run a script on a world of so many ranks; returns what they print, in their order."""
+    pool = Pool(count, backend="gloo", timeout=120.0)
+    try:
+        return "".join(pool.run(tuple(range(count)), run_script, (text, folder), 120.0))
+    finally:
+        pool.close()
+
+
+def finish(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run a command in this process; returns its exit code."""
+    monkeypatch.setattr(sys, "argv", shlex.split(command))
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
