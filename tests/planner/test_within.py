@@ -21,6 +21,7 @@ from tilewise.planner.formulate import Formulation, formulate
 from tilewise.planner.machine import load_machine
 from tilewise.planner.moment import Sums
 from tilewise.planner.solve import InfeasibleError, evaluate
+from tilewise.planner.solve.restrict import mean
 from tilewise.planner.timeline import PHASES, Moment, moments, peak_bytes
 from tilewise.planner.within import least_peak
 
@@ -112,14 +113,16 @@ def test_bytes_at_a_moment_are_a_sum(name: str) -> None:
         for call in range(len(held.names)):
             for phase in PHASES:
                 moment = Moment(phase, call)
-                own = evaluate(sums.problem({moment: 1.0}, 1 << 60), choice).peak_bytes
+                own = evaluate(sums.problem([moment], 1 << 60), choice).peak_bytes
                 assert own <= held.bytes_at(moment)
                 if phase != "backward":  # there the copy of a bucket may be larger than the burst
                     assert own == pytest.approx(held.bytes_at(moment), rel=1e-3, abs=64)
         assert max(least[k] for least, k in zip(sums.least, choice)) <= held.peak_bytes + 1
         pair = {Moment("forward", 2): 3.0, Moment("backward", 1): 1.0}
-        mean = evaluate(sums.problem(pair, 1 << 60), choice).peak_bytes
-        assert mean <= sum(w * held.bytes_at(m) for m, w in pair.items()) / 4
+        both = sums.problem(list(pair), 1 << 60)
+        own = mean(both, list(pair.values()))
+        held_bytes = evaluate(own, choice).peak_bytes
+        assert held_bytes <= sum(w * held.bytes_at(m) for m, w in pair.items()) / 4
 
 
 def test_the_least_peak_is_bounded() -> None:
