@@ -158,7 +158,7 @@ class Within:
         """Limit ever more moments until bound and best plan meet or time is up."""
         weights, width, candidates = self.free.weights, NARROWEST, None
         self._judge(self.free.choice)
-        while self._fuller is not None and not self._closed:
+        while self._fuller is not None and not self._closed and self.bound < inf:
             self._some.append(self._fuller)
             self._fuller = None
             problem = self.sums.problem(self._some, self.limit)
@@ -176,6 +176,8 @@ class Within:
                 candidates=candidates,
             )
             solver.resume(weights, self.bound, width, self._costs())
+            if candidates is None:
+                solver.descend(self.free.choice)
             solver.solve()
             self.bound = max(self.bound, solver.bound)
             weights, width, candidates = solver.weights, solver.width, solver.candidates

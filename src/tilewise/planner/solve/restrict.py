@@ -72,7 +72,7 @@ def bytes_for_seconds(problem: Problem) -> Problem:
     variables = [
         Variable.of(v.name, v.held[:, 0].astype(float), burst=v.burst) for v in problem.variables
     ]
-    transfers = [replace(t, cost=_held(t.cost)) for t in problem.transfers]
+    transfers = [replace(t, cost=_held(t.cost, t.counts[0])) for t in problem.transfers]
     return Problem(tuple(variables), tuple(transfers), problem.ties)
 
 
@@ -88,9 +88,9 @@ def _share(cost: MoveCost, share: float) -> MoveCost:
     return cost if share == 1.0 else shared
 
 
-def _held(cost: MoveCost) -> MoveCost:
+def _held(cost: MoveCost, count: int) -> MoveCost:
     def held(source: Ints, target: Ints) -> Moves:
-        bytes_ = cost(source, target).held
+        bytes_ = count * cost(source, target).held
         return Moves(bytes_.astype(float), np.zeros(bytes_.shape), np.zeros_like(bytes_))
 
     return held
