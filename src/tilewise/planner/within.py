@@ -1,14 +1,12 @@
 """The fastest plan whose peak keeps a limit of memory, and the least peak of any plan.
 
-The solver limits one sum over layers and moves, but the peak is the largest of many: one for each
-moment of a step. So a weighted mean of some moments is limited (see moment.py). It is never above
-the peak, so what is proven of the plans that keep it holds for all whose peak does. It begins with
-the moment that is the fullest in the fastest plan of all. Where the best plan under that limit
-does not fit, because other moments have become fuller, weights are taken under which the plans so
-far are as far above the limit as can be.
-
-In the meantime such plans are made to fit by changing single layers (see mend.py). The best plan
-that fits is returned; it is proven best where it is as fast as the bound.
+The peak is the largest of many sums, one for each moment of a step (see moment.py). The solver
+limits some of them: what it proves of the plans that keep these holds for all whose peak keeps the
+limit. It begins with the moment that is the fullest in the fastest plan of all. Where a plan with
+the least weighted sum of time and bytes, or one that it takes for the best, is above the limit at
+another moment, that one is limited too, and so on; what is proven and which candidates are left
+stay. Only plans whose peak fits count as found. The best of them is returned; it is proven best
+where it is as fast as the bound.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from tilewise.planner.formulate import Formulation
 from tilewise.planner.moment import Sums
 from tilewise.planner.solve import (
     Cost,
+    Descent,
     InfeasibleError,
     LeastMemory,
     Prices,
@@ -32,6 +31,7 @@ from tilewise.planner.solve import (
     evaluate,
     least_memory,
 )
+from tilewise.planner.solve.memory import NONE
 from tilewise.planner.solve.planes import highest
 from tilewise.planner.solve.restrict import mean
 from tilewise.planner.solve.search import TOLERANCE
@@ -41,6 +41,8 @@ from tilewise.planner.timeline import Moment, Moments, moments, peak_bytes
 
 ROUNDS = 12
 """How many means to minimise for the least peak at most."""
+NEARER = 4
+"""Which part of the way from the least peak found to its bound a descent tries to go."""
 SAYING = 1.0
 """How many seconds there are at least to find out what the smallest plan needs, if none fits."""
 
@@ -219,28 +221,44 @@ def least_peak(
     """Return the plan with the least peak that was found, and a bound of any plan's peak.
 
     Minimises means of moments, weighted against the plans on the way; `start` are the first ones.
-    A peak as small as is `enough` ends it.
+    Weights lie between those of the highest bound so far and those that the plans suggest. From
+    each plan a descent looks for one that is less full at all these moments. A peak as small as is
+    `enough` ends it.
     """
     sums = Sums(found)
-    seen = [moments(found, choice) for choice in start]
-    best = min(
-        (LeastMemory(choice, held.peak_bytes, 0) for choice, held in zip(start, seen, strict=True)),
-        key=lambda one: one.peak_bytes,
-    )
+    seen: list[Moments] = []
+    best = LeastMemory((), NONE, 0)
+    centre: dict[Moment, float] = {}
+
+    def take(choice: Choice) -> None:
+        nonlocal best
+        seen.append(moments(found, choice))
+        if seen[-1].peak_bytes < best.peak_bytes:
+            best = replace(best, choice=choice, peak_bytes=seen[-1].peak_bytes)
+
+    for choice in start:
+        take(choice)
     for _ in range(ROUNDS):
         left = deadline - time.monotonic()
         if best.peak_bytes <= max(best.bound, enough) or left <= 0:
             break
-        # only candidates of plans that are better than this one do not burst
-        smaller = best.peak_bytes - 1
         weights = weigh(seen)
-        problem = mean(sums.problem(list(weights), smaller), list(weights.values()))
-        least = least_memory(problem, left / 3)
+        if centre:
+            every = dict.fromkeys((*centre, *weights))
+            weights = {m: centre.get(m, 0.0) + weights.get(m, 0.0) for m in every}
+        # only candidates of plans that are better than the best one do not burst
+        problem = sums.problem(list(weights), best.peak_bytes - 1)
+        least = least_memory(mean(problem, list(weights.values())), left / 3)
         assert least is not None, "a formulation's ties always leave a choice"
-        seen.append(moments(found, least.choice))
+        if least.bound > best.bound or not centre:
+            total = sum(weights.values())
+            centre = {moment: weight / total for moment, weight in weights.items()}
         best = replace(best, bound=max(best.bound, min(least.bound, best.peak_bytes)))
-        if seen[-1].peak_bytes < best.peak_bytes:
-            best = replace(best, choice=least.choice, peak_bytes=seen[-1].peak_bytes)
+        take(least.choice)
+        target = best.peak_bytes - (best.peak_bytes - best.bound) // NEARER
+        full = dict.fromkeys(held.fullest for held in seen)
+        descent = Descent(sums.problem(list(full), target), target)
+        take(tuple(descent(least.choice, deadline=deadline)))
     return best
 
 
