@@ -19,10 +19,13 @@ from tilewise.planner.solve import (
 from tilewise.planner.solve.problem import Ints, MoveCost
 
 
-def random_problem(seed: int, sync: float = 1.0, topological: bool = True) -> Problem:
+def random_problem(
+    seed: int, sync: float = 1.0, topological: bool = True, sums: int = 1
+) -> Problem:
     """Return a problem of 2 to 5 variables with branches, sharing and sometimes a tie.
 
-    `sync` scales the gradient sums, so that they hide or dominate.
+    `sync` scales the gradient sums, so that they hide or dominate; `sums` is how many sums of held
+    bytes there are.
     """
     rng = np.random.default_rng(seed)
     count = int(rng.integers(2, 6))
@@ -33,7 +36,7 @@ def random_problem(seed: int, sync: float = 1.0, topological: bool = True) -> Pr
             rng.integers(0, 20, size),
             rng.integers(0, 20, size),
             sync * rng.integers(0, 40, size),
-            rng.integers(0, 50, size),
+            rng.integers(0, 50, (size, sums)),
             rng.integers(0, 30, size),
         )
         for k, size in enumerate(sizes)
@@ -51,7 +54,8 @@ def random_problem(seed: int, sync: float = 1.0, topological: bool = True) -> Pr
         if consumers:
             leaves = rng.integers(0, labels, sizes[source])
             cost = table_cost(rng.integers(0, 15, (3, labels, labels)))
-            transfers.append(Transfer(f"t{source}", source, leaves, consumers, cost))
+            counts = (1,) if sums == 1 else tuple(rng.integers(0, 2, sums).tolist())
+            transfers.append(Transfer(f"t{source}", source, leaves, consumers, cost, counts))
     ties = []
     if count > 2 and rng.random() < 0.4:
         tied = tuple(sorted(rng.choice(count, int(rng.integers(2, 4)), replace=False).tolist()))

@@ -98,7 +98,7 @@ def test_what_candidates_add_leads_from_the_bound_to_the_sum(largest: int) -> No
 @pytest.mark.parametrize("sweeps", [0, 2])
 def test_terms_never_overcharge_a_problem(sweeps: int) -> None:
     """And are exact, messages or not, where no tensor has more than two consumers."""
-    weights = Weights(0.7, 0.01)
+    weights = Weights(0.7, (0.01,))
     exact = 0
     for seed in SEEDS:
         problem = random_problem(seed, topological=seed % 2 == 0)

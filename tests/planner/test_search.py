@@ -37,20 +37,20 @@ def test_the_best_uniform_plan_is_the_best_of_all(found: Found) -> None:
     assert found.baselines["uniform"].step_seconds <= best * (1 + 1e-9)
 
 
-def test_the_frontier_has_no_plan_that_another_one_beats(
-    found: Found, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_frontier_agrees_with_limited_searches(found: Found) -> None:
     points = found.frontier(6)
     assert len(points) > 1
     assert [one.peak_bytes for one in points] == sorted({one.peak_bytes for one in points})
     assert [one.step_seconds for one in points] == sorted(
         {one.step_seconds for one in points}, reverse=True
     )
-    peaks = iter([5, 3, 3, 4, *range(6, 99)])  # of the plans as the search orders them, slow first
-    monkeypatch.setattr("tilewise.planner.search.peak_bytes", lambda *_: next(peaks))
-    kept = found.frontier(6)
-    assert [one.peak_bytes for one in kept][:2] == [3, 4]
-    assert min(points, key=lambda one: one.step_seconds).step_seconds == kept[-1].step_seconds
+    assert points[-1].step_seconds == pytest.approx(found.free.seconds)
+    for point in points[1:-1]:
+        limited = search(
+            graph_of("joined"), devices=4, machine=found.machine, memory=point.peak_bytes
+        )
+        assert limited.step_seconds <= point.step_seconds * (1 + 1e-9)
+        assert limited.step_seconds >= point.step_seconds * (1 - 1e-3)
 
 
 def test_a_plan_for_one_device_is_not_split() -> None:

@@ -19,7 +19,6 @@ from tilewise.planner.solve import (
     descend,
     eliminate,
     evaluate,
-    frontier,
     least_memory,
     price,
     prices,
@@ -200,18 +199,6 @@ def test_prices_without_time_are_bounds() -> None:
         assert (rough.seconds <= exact.seconds * (1 + 1e-8)).all(), seed
         proven = rough.seconds[rough.exact]
         assert proven == pytest.approx(exact.seconds[rough.exact], rel=1e-8), seed
-
-
-def test_frontier_is_optimal_and_monotone() -> None:
-    for seed in range(15):
-        problem = random_problem(7000 + seed)
-        found = frontier(problem, 5)
-        for solution in found:
-            best = best_seconds(problem, solution.peak_bytes)
-            assert solution.seconds == pytest.approx(best, rel=1e-8), seed
-        seconds = [solution.seconds for solution in found]
-        assert seconds == sorted(seconds, reverse=True)
-        assert seconds[-1] == pytest.approx(best_seconds(problem), rel=1e-8)
 
 
 def test_many_candidates_need_few_moves_known(monkeypatch: pytest.MonkeyPatch) -> None:

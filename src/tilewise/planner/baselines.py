@@ -64,7 +64,7 @@ def _best(found: Formulation, choices: Ints, cap: int) -> tuple[Choice, Cost] | 
 
     bound = total("forward") + np.maximum(total("backward"), total("sync"))
     burst = np.max([v.burst[choices[:, i]] for i, v in enumerate(variables)], axis=0)
-    least = total("held") + burst
+    least = total("held")[:, 0] + burst
     order = np.argsort(bound, kind="stable")
     best: tuple[Choice, Cost] | None = None
     smallest: tuple[int, Choice, Cost] | None = None

@@ -1,16 +1,15 @@
-"""The memory of a step at chosen moments as one sum over layers and moves, which can be limited.
+"""The memory of a step at chosen moments as sums over layers and moves, which can be limited.
 
 What is held at one moment (see timeline.py) is a sum of what each layer has there under its own
-candidate, and of the copies that moves have left by then. The peak is the largest of all moments,
-so no weighted mean of some moments is above it: where a mean must stay within a limit, no plan
-whose peak keeps the limit is lost. Nor is any where candidates are dropped that are above the limit
-at a moment of their own, with all others as small there as they can be. Left out, as it is no sum:
-the copy of a bucket of small gradients.
+candidate, and of the copies that moves have left by then. The peak is the largest of all moments:
+where some of them must stay within a limit, no plan whose peak keeps the limit is lost. Nor is any
+where candidates are dropped that are above the limit at a moment of their own, with all others as
+small there as they can be. Left out, as it is no sum: the copy of a bucket of small gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -20,6 +19,7 @@ from tilewise.planner.cost import Floats, NodeCost
 from tilewise.planner.formulate import Formulation
 from tilewise.planner.moves import MoveCosts
 from tilewise.planner.solve import Moves, Problem, Transfer
+from tilewise.planner.solve.known import know, known
 from tilewise.planner.solve.problem import Ints, MoveCost
 from tilewise.planner.timeline import PHASES, Moment
 
@@ -32,38 +32,53 @@ class Sums:
         self._names = found.called
         self._owners = [found.choices.owner[name] for name in self._names]
         place = {name: index for index, name in enumerate(self._names)}
+        self._passed: dict[tuple[int, str], Transfer] = {}
         self._readers = [
             np.array([place[reader.node.name] for reader in readers])
             for readers in found.readers.values()
         ]
 
-    def problem(self, weights: Mapping[Moment, float], limit: int) -> Problem:
-        """Return the problem whose held bytes are the weighted mean of moments.
+    def problem(self, some: Sequence[Moment], limit: int) -> Problem:
+        """Return the problem whose sums of held bytes are those of some moments.
 
         Candidates that no plan within the limit has burst above it, all others do not burst. Peaks
         are whole bytes: one that is less than a byte above the limit keeps it.
         """
-        total = sum(weights.values())
-        shares = {moment: weight / total for moment, weight in weights.items()}
-        problem = self.found.problem
-        held = [np.zeros(len(v)) for v in problem.variables]
-        for moment, share in shares.items():
-            for sums, own in zip(held, self.own(moment), strict=True):
-                sums += share * own
+        problem = self._known
+        columns = [self.own(moment) for moment in some]
         variables = [
             replace(
                 v,
-                held=np.floor(own).astype(np.int64),
+                held=np.floor(np.stack([own[k] for own in columns], 1)).astype(np.int64),
                 burst=np.where(least >= limit + 1.01, limit + 1, 0).astype(np.int64),
             )
-            for v, own, least in zip(problem.variables, held, self.least, strict=True)
+            for k, (v, least) in enumerate(zip(problem.variables, self.least, strict=True))
         ]
         transfers: list[Transfer] = []
         moves = self.found.moves.values()
         for transfer, readers, cost in zip(problem.transfers, self._readers, moves, strict=True):
-            transfers += _split(transfer, readers, shares) if cost.keeps_copies else [transfer]
-            transfers += _passing(transfer, readers, shares, cost)
+            transfers += _copies(transfer, readers, some, cost.keeps_copies)
+            transfers += self._passing(transfer, readers, some, cost)
         return replace(problem, variables=tuple(variables), transfers=tuple(transfers))
+
+    @cached_property
+    def _known(self) -> Problem:
+        return know(self.found.problem)
+
+    def _passing(
+        self, transfer: Transfer, readers: Ints, some: Sequence[Moment], moves: MoveCosts
+    ) -> Iterator[Transfer]:
+        """Yield transfers that take no time, with what passes while a tensor moves to a reader."""
+        for consumer, reader in zip(transfer.consumers, readers.tolist(), strict=True):
+            for backward, phase in enumerate(PHASES[:2]):
+                counts = tuple(int(moment == Moment(phase, reader)) for moment in some)
+                if any(counts):
+                    key = id(consumer), phase
+                    if key not in self._passed:
+                        cost = partial(_only_passing, moves, bool(backward))
+                        one = replace(transfer, consumers=(consumer,), cost=cost)
+                        self._passed[key] = known(one)
+                    yield replace(self._passed[key], counts=counts)
 
     @cached_property
     def least(self) -> list[Floats]:
@@ -158,52 +173,31 @@ def _backward(cost: NodeCost, index: int, now: int, run: range = range(0)) -> Fl
     return np.where(cost.again * (index in run) > 0, cost.given_bytes + inner, cost.held_bytes)
 
 
-def _split(transfer: Transfer, readers: Ints, shares: Mapping[Moment, float]) -> Iterator[Transfer]:
-    """Yield a tensor's moves with the bytes of copies that moments share.
+def _copies(
+    transfer: Transfer, readers: Ints, some: Sequence[Moment], keeps: bool
+) -> Iterator[Transfer]:
+    """Yield a tensor's moves, with the moments at which all their copies are there.
 
     At a moment there are the copies that readers up to then have wanted. Where these are some of
     all, a further transfer that takes no time has their bytes.
     """
-    by_readers: dict[tuple[int, ...], float] = {}
-    for moment, share in shares.items():
+    by_readers: dict[tuple[int, ...], list[int]] = {}
+    for k, moment in enumerate(some):
         there = readers <= moment.call if moment.phase != "optimizer" else readers < 0
-        some = tuple(np.flatnonzero(there).tolist())
-        by_readers[some] = by_readers.get(some, 0.0) + share
-    by_readers.pop((), None)
-    everyone = by_readers.pop(tuple(range(len(readers))), 0.0)
-    scaled = transfer.cost if everyone == 1.0 else partial(_share_held, transfer.cost, everyone)
-    yield replace(transfer, cost=scaled)
-    for some, share in by_readers.items():
-        consumers = tuple(transfer.consumers[k] for k in some)
-        copies = partial(_only_held, transfer.cost, share)
-        yield replace(transfer, consumers=consumers, cost=copies)
+        if keeps and there.any():
+            by_readers.setdefault(tuple(np.flatnonzero(there).tolist()), []).append(k)
+    for few in {tuple(range(len(readers))): [], **by_readers}:
+        counts = tuple(int(k in by_readers.get(few, ())) for k in range(len(some)))
+        consumers = tuple(transfer.consumers[k] for k in few)
+        cost = transfer.cost if len(few) == len(readers) else partial(_only_held, transfer.cost)
+        yield replace(transfer, consumers=consumers, cost=cost, counts=counts)
 
 
-def _passing(
-    transfer: Transfer, readers: Ints, shares: Mapping[Moment, float], moves: MoveCosts
-) -> Iterator[Transfer]:
-    """Yield transfers that take no time, with what passes while a tensor is moved to a reader."""
-    for moment, share in shares.items():
-        if moment.phase == "optimizer":
-            continue
-        cost = partial(_only_passing, moves, moment.phase == "backward", share)
-        for consumer, reader in zip(transfer.consumers, readers.tolist(), strict=True):
-            if reader == moment.call:
-                yield replace(transfer, consumers=(consumer,), cost=cost)
-
-
-def _only_passing(
-    moves: MoveCosts, backward: bool, share: float, source: Ints, target: Ints
-) -> Moves:
-    held = np.floor(share * moves.passing(source, target)[backward]).astype(np.int64)
+def _only_passing(moves: MoveCosts, backward: bool, source: Ints, target: Ints) -> Moves:
+    held = np.floor(moves.passing(source, target)[backward]).astype(np.int64)
     return Moves(np.zeros(held.shape), np.zeros(held.shape), held)
 
 
-def _share_held(cost: MoveCost, share: float, source: Ints, target: Ints) -> Moves:
-    found = cost(source, target)
-    return Moves(found.forward, found.backward, np.floor(share * found.held).astype(np.int64))
-
-
-def _only_held(cost: MoveCost, share: float, source: Ints, target: Ints) -> Moves:
-    held = _share_held(cost, share, source, target).held
+def _only_held(cost: MoveCost, source: Ints, target: Ints) -> Moves:
+    held = cost(source, target).held
     return Moves(np.zeros(held.shape), np.zeros(held.shape), held)

@@ -27,11 +27,12 @@ from tilewise.planner.baselines import NAMES, baselines
 from tilewise.planner.cost import Setting, WholeStep
 from tilewise.planner.explain import Alternative, alternatives
 from tilewise.planner.formulate import Formulation, formulate
+from tilewise.planner.frontier import frontier
 from tilewise.planner.machine import Machine, load_machine
 from tilewise.planner.payload import Payload
 from tilewise.planner.rows import Row, rows
 from tilewise.planner.sensitivity import Tried, sensitivity
-from tilewise.planner.solve import Cost, evaluate, frontier, solve
+from tilewise.planner.solve import Cost, evaluate, solve
 from tilewise.planner.timeline import peak_bytes
 from tilewise.planner.within import Limited, Within
 
@@ -60,7 +61,7 @@ class Found:
     """The best plan that was found, and what else there is to know about it.
 
     `optimal` is whether no candidate plan that fits is faster, `gap` by how much one might be;
-    `short` is whether the fastest plan of all does not fit. Of the time that it took,
+    `short` is whether `free`, the fastest plan of all, does not fit. Of the time that it took,
     `price_seconds` went by before the search: all candidates and moves were priced, and plans that
     people use. `solve_seconds` is the search itself; `time_limit` bounds it alone.
     """
@@ -88,7 +89,7 @@ class Found:
     def _solve(self, hints: Sequence[tuple[int, ...]]) -> Limited:
         """Find the fastest plan whose peak fits: the fastest of all, if that one does."""
         problem, deadline = self.formulation.problem, time.monotonic() + self.time_limit
-        free = solve(problem, time_limit=self.time_limit / 2, hints=hints)
+        self.free = free = solve(problem, time_limit=self.time_limit / 2, hints=hints)
         self.short = peak_bytes(self.formulation, free.choice) > self.memory_bytes
         if not self.short:
             return Limited(free, problem)
@@ -163,8 +164,8 @@ class Found:
     def frontier(self, points: int = 8) -> list[Priced]:
         """Return plans from the least memory to the fastest, each faster than the one before."""
         problem = self.formulation.problem
-        found = frontier(problem, points, time_limit=self.time_limit)
-        return undominated([self._priced(s.choice, evaluate(problem, s.choice)) for s in found])
+        found = frontier(self.formulation, self.free, points, time_limit=self.time_limit)
+        return undominated([self._priced(c, evaluate(problem, c)) for c in found])
 
     def sensitivity(self) -> list[Tried]:
         """Return what the plan loses where one of the machine's rates is 10 % off."""
@@ -205,10 +206,7 @@ class Found:
 
 
 def undominated(points: Sequence[Priced]) -> list[Priced]:
-    """Leave out plans that another one beats in time or memory without losing in the other.
-
-    The search limits a sum that may be above the peak, so its order need not be that of the peaks.
-    """
+    """Leave out plans that another one beats in time or memory without losing in the other."""
     kept: list[Priced] = []
     for one in sorted(points, key=lambda point: (point.peak_bytes, point.step_seconds)):
         if not kept or one.step_seconds < kept[-1].step_seconds:

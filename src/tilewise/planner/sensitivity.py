@@ -64,8 +64,8 @@ def sensitivity(
             again = any(found.choices.stretches)
             other = formulate(found.graph, setting, pins=pins, recompute=again)
             problem = other.problem
-            if limited.weights is not None and cap is not None:
-                problem = Sums(other).problem(limited.weights, cap)
+            if cap is not None:
+                problem = Sums(other).problem(limited.moments, cap)
             best = solve(problem, cap, time_limit=share_of_time, hints=[choice])
             seconds = evaluate(other.problem, choice).seconds
             differs = sum(a != b for a, b in zip(choice, best.choice, strict=True))

@@ -1,29 +1,28 @@
 """The fastest plan whose peak keeps a limit of memory, and the least peak of any plan.
 
-The solver limits one sum over layers and moves, but the peak is the largest of many: one for each
-moment of a step. So a weighted mean of some moments is limited (see moment.py). It is never above
-the peak, so what is proven of the plans that keep it holds for all whose peak does. It begins with
-the moment that is the fullest in the fastest plan of all. Where the best plan under that limit
-does not fit, because other moments have become fuller, weights are taken under which the plans so
-far are as far above the limit as can be.
-
-In the meantime such plans are made to fit by changing single layers (see mend.py). The best plan
-that fits is returned; it is proven best where it is as fast as the bound.
+The peak is the largest of many sums, one for each moment of a step (see moment.py). The solver
+limits some of them: what it proves of the plans that keep these holds for all whose peak keeps the
+limit. It begins with the moment that is the fullest in the fastest plan of all. Where a plan with
+the least weighted sum of time and bytes, or one that it takes for the best, is above the limit at
+another moment, that one is limited too, and so on; what is proven and which candidates are left
+stay. Only plans whose peak fits count as found. The best of them is returned; it is proven best
+where it is as fast as the bound.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
 
 from tilewise.planner.formulate import Formulation
-from tilewise.planner.mend import Mending
 from tilewise.planner.moment import Sums
 from tilewise.planner.solve import (
+    Cost,
+    Descent,
     InfeasibleError,
     LeastMemory,
     Prices,
@@ -31,22 +30,21 @@ from tilewise.planner.solve import (
     Solution,
     evaluate,
     least_memory,
-    solve,
 )
+from tilewise.planner.solve.memory import NONE
+from tilewise.planner.solve.planes import highest
+from tilewise.planner.solve.restrict import mean
 from tilewise.planner.solve.search import TOLERANCE
+from tilewise.planner.solve.solver import NARROWEST, Solver
+from tilewise.planner.solve.weights import Weights
 from tilewise.planner.timeline import Moment, Moments, moments, peak_bytes
 
 ROUNDS = 12
 """How many means to minimise for the least peak at most."""
-IDLE = 4
-"""How many means to limit in vain before the bound is left as it is."""
+NEARER = 4
+"""Which part of the way from the least peak found to its bound a descent tries to go."""
 SAYING = 1.0
 """How many seconds there are at least to find out what the smallest plan needs, if none fits."""
-
-TURNS = 2000
-"""How many turns to play for the weights of moments."""
-LIGHT = 0.003
-"""Which weights are dropped."""
 
 Choice = tuple[int, ...]
 
@@ -55,13 +53,13 @@ Choice = tuple[int, ...]
 class Limited:
     """The plan that was found, and the limited problem that gave its bound.
 
-    Its cap is of the mean of moments with some weights; without them nothing is limited.
+    Its cap is of the sums of some moments; without it nothing is limited.
     """
 
     solution: Solution
     problem: Problem
     cap: int | None = None
-    weights: Mapping[Moment, float] | None = None
+    moments: tuple[Moment, ...] = ()
 
     def judged(
         self, found: Formulation, variable: int, prices: Prices, which: Iterable[int]
@@ -93,8 +91,11 @@ class Within:
     def __init__(self, found: Formulation, limit: int, free: Solution, deadline: float) -> None:
         self.found, self.limit, self.free, self.deadline = found, limit, free, deadline
         self.sums = Sums(found)
-        self._mending = Mending(self.sums, limit)
         self.best: tuple[float, Choice] | None = None
+        self.bound = free.bound
+        self._seen: dict[Choice, tuple[Cost, Moments]] = {}
+        self._some: list[Moment] = []
+        self._fuller: Moment | None = None
         self._least: LeastMemory | None = None
         self._limited = Limited(free, found.problem)
 
@@ -106,18 +107,15 @@ class Within:
         """
         began = time.monotonic()
         for choice in hints:
-            self._offer(choice)
-        needed = 0
-        try:
-            self._raise_bound()
-        except InfeasibleError as error:
-            needed = min(error.least.bound, self.limit + 1)
+            self._judge(choice)
+        self._raise_bound()
         if self.best is None:
             least = self._least_peak(max(self._left, SAYING), hints)
             if self.best is None:
+                needed = self.limit + 1 if self.bound == inf else 0
                 raise self._infeasible(replace(least, bound=max(least.bound, needed)))
         seconds, choice = self.best
-        bound = min(self._limited.solution.bound, seconds)
+        bound = min(self.bound, seconds)
         optimal = self._closed
         solution = replace(
             self._limited.solution,
@@ -134,72 +132,77 @@ class Within:
     @property
     def _closed(self) -> bool:
         """Whether no plan that fits is faster than the best one."""
-        bound = self._limited.solution.bound
-        return self.best is not None and self.best[0] * (1.0 - 2.0 * TOLERANCE) <= bound
+        return self.best is not None and self.best[0] * (1.0 - 2.0 * TOLERANCE) <= self.bound
 
     @property
     def _left(self) -> float:
         return self.deadline - time.monotonic()
 
-    def _offer(self, choice: Choice) -> Moments:
-        """Take a plan if it fits and is the best so far; return its moments."""
-        held = moments(self.found, choice)
-        seconds = evaluate(self.found.problem, choice).seconds
-        if held.peak_bytes <= self.limit and (self.best is None or seconds < self.best[0]):
-            self.best = seconds, choice
-        return held
+    def _judge(self, choice: Choice) -> bool | None:
+        """Say whether a plan fits, and take it if it is the best so far.
+
+        None is for plans that are the fullest at a moment that is not limited yet.
+        """
+        if choice not in self._seen:
+            cost = evaluate(self.found.problem, choice)
+            self._seen[choice] = cost, moments(self.found, choice)
+        cost, held = self._seen[choice]
+        if held.peak_bytes <= self.limit:
+            if self.best is None or cost.seconds < self.best[0]:
+                self.best = cost.seconds, choice
+            return True
+        if held.fullest in self._some:
+            return False
+        self._fuller = held.fullest
+        return None
 
     def _raise_bound(self) -> None:
-        """Limit means of ever more moments until bound and best plan meet or time is up."""
-        seen = [moments(self.found, self.free.choice)]
-        idle = 0
-        while idle < IDLE:
-            before = self._limited.solution.bound, self.best
-            weights = weigh(seen, self.limit)
-            problem = self.sums.problem(weights, self.limit)
-            if self._limited.cap is None:  # what is proven without a limit holds with one
-                self._limited = Limited(self.free, problem, self.limit, weights)
-            solution = solve(problem, self.limit, time_limit=self._left / 2, hints=self._hints())
-            held = self._offer(solution.choice)
-            if held.peak_bytes <= self.limit and not solution.optimal and self._left > 0:
-                solution = solve(problem, self.limit, time_limit=self._left, hints=self._hints())
-                held = self._offer(solution.choice)
-            if solution.bound > self._limited.solution.bound:
-                self._limited = Limited(solution, problem, self.limit, weights)
-            if held.peak_bytes > self.limit and not self._closed:
-                self._fit(solution.choice)
-            if held.peak_bytes <= self.limit or self._closed or self._left <= 0:
-                return
-            seen.append(held)
-            idle = idle + 1 if before == (self._limited.solution.bound, self.best) else 0
+        """Limit ever more moments until bound and best plan meet or time is up."""
+        weights, width, candidates = self.free.weights, NARROWEST, None
+        self._judge(self.free.choice)
+        while self._fuller is not None and not self._closed and self.bound < inf:
+            self._some.append(self._fuller)
+            self._fuller = None
+            problem = self.sums.problem(self._some, self.limit)
+            weights = Weights(weights.overlap, (*weights.byte, 0.0))
+            self._take(problem, weights)
+            if self._left <= 0:
+                break
+            seconds = inf if self.best is None else self.best[0]
+            solver = Solver(
+                problem,
+                self.limit,
+                self.deadline,
+                seconds,
+                judge=self._judge,
+                candidates=candidates,
+            )
+            solver.resume(weights, self.bound, width, self._costs())
+            if candidates is None:
+                solver.descend(self.free.choice)
+            solver.solve()
+            self.bound = max(self.bound, solver.bound)
+            weights, width, candidates = solver.weights, solver.width, solver.candidates
+            self._take(problem, weights)
 
-    def _fit(self, choice: Choice) -> None:
-        """Look for a plan that fits near one that does not; where there is none, for any."""
-        self._mend(choice)
-        if self.best is None and self._least is None and self._left > 0:
-            self._least = self._least_peak(self._left / 3)
+    def _take(self, problem: Problem, weights: Weights) -> None:
+        solution = replace(self.free, weights=weights)
+        self._limited = Limited(solution, problem, self.limit, tuple(self._some))
 
-    def _mend(self, choice: Choice) -> None:
-        # half of what is left is for the bound
-        deadline = time.monotonic() + max(self._left, 0.0) / 2
-        mended = self._mending(choice, deadline)
-        if mended is not None:
-            self._offer(mended)
-            self._offer(self._mending.improve(mended, deadline))
+    def _costs(self) -> Iterator[Cost]:
+        """Yield what the plans seen cost, with the bytes of the moments that are limited."""
+        for cost, held in self._seen.values():
+            yield replace(cost, sums=tuple(int(held.bytes_at(moment)) for moment in self._some))
 
     def _least_peak(self, seconds: float, known: Sequence[Choice] = ()) -> LeastMemory:
-        """Return the plan with the least peak, and take it, mended, if it fits."""
+        """Return the plan with the least peak, and take it if it fits."""
         deadline = time.monotonic() + seconds
-        start = [self.free.choice, self._limited.solution.choice, *known]
+        start = [self.free.choice, *known]
         if self._least is not None:
             start.append(self._least.choice)
         least = least_peak(self.found, deadline, start, enough=self.limit)
-        self._offer(least.choice)
-        self._mend(least.choice)
+        self._judge(least.choice)
         return least
-
-    def _hints(self) -> list[Choice]:
-        return [self.free.choice] if self.best is None else [self.best[1], self.free.choice]
 
     def _infeasible(self, least: LeastMemory) -> InfeasibleError:
         """Return the error that says what the smallest plan needs, and who holds it."""
@@ -218,52 +221,60 @@ def least_peak(
     """Return the plan with the least peak that was found, and a bound of any plan's peak.
 
     Minimises means of moments, weighted against the plans on the way; `start` are the first ones.
-    A peak as small as is `enough` ends it.
+    Weights lie between those of the highest bound so far and those that the plans suggest. From
+    each plan a descent looks for one that is less full at all these moments. A peak as small as is
+    `enough` ends it.
     """
     sums = Sums(found)
-    seen = [moments(found, choice) for choice in start]
-    best = min(
-        (LeastMemory(choice, held.peak_bytes, 0) for choice, held in zip(start, seen, strict=True)),
-        key=lambda one: one.peak_bytes,
-    )
+    seen: list[Moments] = []
+    best = LeastMemory((), NONE, 0)
+    centre: dict[Moment, float] = {}
+
+    def take(choice: Choice) -> None:
+        nonlocal best
+        seen.append(moments(found, choice))
+        if seen[-1].peak_bytes < best.peak_bytes:
+            best = replace(best, choice=choice, peak_bytes=seen[-1].peak_bytes)
+
+    for choice in start:
+        take(choice)
     for _ in range(ROUNDS):
         left = deadline - time.monotonic()
         if best.peak_bytes <= max(best.bound, enough) or left <= 0:
             break
-        # only candidates of plans that are better than this one do not burst
-        smaller = best.peak_bytes - 1
-        least = least_memory(sums.problem(weigh(seen, smaller), smaller), left / 3)
+        weights = weigh(seen)
+        if centre:
+            every = dict.fromkeys((*centre, *weights))
+            weights = {m: centre.get(m, 0.0) + weights.get(m, 0.0) for m in every}
+        # only candidates of plans that are better than the best one do not burst
+        problem = sums.problem(list(weights), best.peak_bytes - 1)
+        least = least_memory(mean(problem, list(weights.values())), left / 3)
         assert least is not None, "a formulation's ties always leave a choice"
-        seen.append(moments(found, least.choice))
+        if least.bound > best.bound or not centre:
+            total = sum(weights.values())
+            centre = {moment: weight / total for moment, weight in weights.items()}
         best = replace(best, bound=max(best.bound, min(least.bound, best.peak_bytes)))
-        if seen[-1].peak_bytes < best.peak_bytes:
-            best = replace(best, choice=least.choice, peak_bytes=seen[-1].peak_bytes)
+        take(least.choice)
+        target = best.peak_bytes - (best.peak_bytes - best.bound) // NEARER
+        full = dict.fromkeys(held.fullest for held in seen)
+        descent = Descent(sums.problem(list(full), target), target)
+        take(tuple(descent(least.choice, deadline=deadline)))
     return best
 
 
-def weigh(seen: Sequence[Moments], limit: int) -> dict[Moment, float]:
-    """Return weights of moments whose mean is as far above a limit as can be for all plans seen.
+def weigh(seen: Sequence[Moments]) -> dict[Moment, float]:
+    """Return weights of moments whose mean is as large as can be for the plan where it is least.
 
-    Only moments that are the fullest of one of them have weights; where the last two plans are the
-    same, no mean tells them apart, and the last one's fullest moment has it all. It is a game: the
-    weights against the plan that is the least above. Each turn raises the weights of moments that
-    are full in the plan that is the least above the mean now; their average over all turns is close
-    to the best.
+    Only moments that are the fullest of a plan seen have weights.
     """
-    if len(seen) > 1 and (seen[-1].every == seen[-2].every).all():
-        return {seen[-1].fullest: 1.0}
     places = np.unique([int(held.every.argmax()) for held in seen])
-    over = np.array([held.every[places] for held in seen]) - limit
-    over /= max(float(np.abs(over).max()), 1.0)
-    scores, total = np.zeros(len(places)), np.zeros(len(places))
-    rate = (8.0 * np.log(len(places)) / TURNS) ** 0.5
-    for _ in range(TURNS if len(places) > 1 else 1):
-        now = np.exp(rate * (scores - scores.max()))
-        now /= now.sum()
-        total += now
-        scores += over[int((over @ now).argmin())]
+    held = np.array([one.every[places] for one in seen])
+    # weights that add up to more than one cost more than they bring
+    most = float(held.max())
+    constants = np.repeat((0.0, most), len(held))
+    found, _ = highest(constants, np.concatenate((held, held - most)), np.ones(len(places)))
     return {
         seen[0].at(int(place)): float(weight)
-        for place, weight in zip(places, total / total.sum(), strict=True)
-        if weight >= LIGHT
+        for place, weight in zip(places, found, strict=True)
+        if weight > 0
     }

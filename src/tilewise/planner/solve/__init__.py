@@ -1,6 +1,6 @@
 """Choose a candidate for each layer so that the step is fastest, and prove it."""
 
-from tilewise.planner.solve.answer import frontier, solve
+from tilewise.planner.solve.answer import solve
 from tilewise.planner.solve.descend import Descent
 from tilewise.planner.solve.evaluate import Cost, evaluate
 from tilewise.planner.solve.memory import InfeasibleError, LeastMemory, least_memory
@@ -22,7 +22,6 @@ __all__ = [
     "Transfer",
     "Variable",
     "evaluate",
-    "frontier",
     "least_memory",
     "price",
     "prices",

@@ -1,11 +1,9 @@
-"""The best assignment of a problem, and the best ones for less memory."""
+"""The best assignment of a problem."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-
-import numpy as np
 
 from tilewise.errors import PlanError
 from tilewise.planner.solve.memory import InfeasibleError, holders, least_memory
@@ -52,26 +50,3 @@ def solve(
             f"plan: no choice of candidates found that agrees for tied layers ({names})"
         )
     raise InfeasibleError(cap, least, holders(problem, least.choice))
-
-
-def frontier(problem: Problem, points: int, *, time_limit: float = 60.0) -> list[Solution]:
-    """Return fastest assignments for caps from the least memory up, each faster than the last.
-
-    The caps are spaced evenly between the least memory and that of the fastest assignment.
-    """
-    share = time_limit / (points + 1)
-    fastest = solve(problem, time_limit=share)
-    least = least_memory(problem, share)
-    if least is None:
-        return [fastest]
-    caps = np.linspace(least.peak_bytes, fastest.peak_bytes, points).astype(np.int64)[:-1]
-    found: list[Solution] = []
-    hints: list[Sequence[int]] = [least.choice]
-    for cap in caps.tolist():
-        solution = solve(problem, cap, time_limit=share, hints=hints)
-        hints.append(solution.choice)
-        if solution.seconds < min((s.seconds for s in found), default=np.inf):
-            found.append(solution)
-    if fastest.seconds < min((s.seconds for s in found), default=np.inf):
-        found.append(fastest)
-    return found

@@ -10,6 +10,11 @@ import numpy as np
 
 from tilewise.planner.solve.problem import Floats, Ints, Problem
 
+MORE = 1.5
+"""How many times the weight of a byte one above the cap costs at first."""
+STEEPEST = 1e6
+"""How many times the step's seconds all bytes of the cap may cost at most."""
+
 
 class Descent:
     """Coordinate descent; it looks up the labels once for all its runs."""
@@ -18,9 +23,10 @@ class Descent:
         self.problem = problem
         self.cap = cap
         self._own = [
-            np.stack((v.forward, v.backward, v.sync, v.held.astype(float)))
+            np.vstack((v.forward, v.backward, v.sync, v.held.T.astype(float)))
             for v in problem.variables
         ]
+        self._counts = [np.array(t.counts) for t in problem.transfers]
         self._leaves = [np.unique(t.leaves, return_inverse=True) for t in problem.transfers]
         self._wants = [
             [np.unique(c.wants, return_inverse=True) for c in t.consumers]
@@ -39,35 +45,66 @@ class Descent:
                 self._tied[v] += [(mine, w, theirs) for w, theirs in members if w != v]
 
     def __call__(
-        self, start: Sequence[int], sweeps: int = 4, *, deadline: float = inf
+        self,
+        start: Sequence[int],
+        sweeps: int = 4,
+        *,
+        byte: Sequence[float] = (),
+        deadline: float = inf,
     ) -> list[int]:
-        """Return an assignment that is no worse than `start`, which keeps all ties.
+        """Return an assignment near `start`, which keeps all ties.
 
-        Less memory above the cap counts before less time. After the deadline it is the best so far.
+        Bytes above the cap cost time: in the first sweeps a little more than `byte` of each sum,
+        then ever more. Of those that fit it returns the fastest, if there are any; after the
+        deadline the best so far.
         """
         choice = list(start)
         bursts = np.array([v.burst[k] for v, k in zip(self.problem.variables, choice)])
         totals = self._totals(choice)
-        for _ in range(sweeps):
+        rates = self._rates(totals, byte)
+        best = list(choice), self._over(totals, bursts.max()).max(), _seconds(totals)
+        left = sweeps
+        while left > 0:
+            left -= 1
             changed = False
             for v, variable in enumerate(self.problem.variables):
                 if len(variable) == 1:
                     continue
                 if time.monotonic() > deadline:
-                    return choice
+                    return best[0]
                 prices = self._prices(choice, v)
                 bursts[v] = 0
                 sums = totals[:, None] + prices - prices[:, [choice[v]]]
-                peak = sums[3] + np.maximum(variable.burst, bursts.max())
-                best = self._pick(sums, peak, self._allowed(choice, v), choice[v])
-                if best != choice[v]:
+                over = self._over(sums, np.maximum(variable.burst, bursts.max()))
+                cost = _seconds(sums) + rates @ over
+                cost[~self._allowed(choice, v)] = inf
+                k = int(cost.argmin())
+                if cost[k] < cost[choice[v]] * (1 - 1e-12):
                     changed = True
-                    choice[v] = best
-                    totals = sums[:, best]
-                bursts[v] = variable.burst[best]
-            if not changed:
+                    choice[v] = k
+                    totals = sums[:, k]
+                bursts[v] = variable.burst[choice[v]]
+            now = list(choice), self._over(totals, bursts.max()).max(), _seconds(totals)
+            best = min(best, now, key=lambda one: one[1:])
+            if changed:
+                continue
+            if not now[1] or rates.max() > STEEPEST * now[2]:
                 break
-        return choice
+            rates, left = 4.0 * rates, max(left, 2)
+        return best[0]
+
+    def _rates(self, totals: Floats, byte: Sequence[float]) -> Floats:
+        """Return the seconds that bytes above the cap cost at first, as parts of the cap."""
+        if self.cap is None:
+            return np.zeros(len(totals) - 3)
+        least = np.full(len(totals) - 3, _seconds(totals))
+        return np.maximum(least, MORE * self.cap * np.array(byte)) if len(byte) else least
+
+    def _over(self, sums: Floats, burst: Floats) -> Floats:
+        """Return what is held above the cap in each sum, as parts of the cap."""
+        if self.cap is None:
+            return np.zeros_like(sums[3:])
+        return np.maximum(sums[3:] + burst - self.cap, 0.0) / max(self.cap, 1)
 
     def alone(self, choice: Sequence[int]) -> Iterator[tuple[Floats, Floats]]:
         """Yield time and memory with each candidate of each variable if nothing else is changed.
@@ -79,21 +116,10 @@ class Descent:
         for v, variable in enumerate(self.problem.variables):
             prices = self._prices(choice, v)
             sums = totals[:, None] + prices - prices[:, [choice[v]]]
-            seconds = sums[0] + np.maximum(sums[1], sums[2])
+            seconds = _seconds(sums)
             others = np.delete(bursts, v).max(initial=0)
-            peak = sums[3] + np.maximum(variable.burst, others)
+            peak = sums[3:].max(0) + np.maximum(variable.burst, others)
             yield np.where(self._allowed(choice, v), seconds, np.inf), peak
-
-    def _pick(self, sums: Floats, peak: Floats, allowed: np.ndarray, now: int) -> int:
-        """Return the best candidate, which is `now` unless another is clearly better."""
-        seconds = sums[0] + np.maximum(sums[1], sums[2])
-        over = np.zeros(len(peak)) if self.cap is None else np.maximum(peak - self.cap, 0.0)
-        over[~allowed] = np.inf
-        least = over.min()
-        if least < over[now]:
-            return int(np.where(over == least, seconds, np.inf).argmin())
-        best = int(np.where(over == least, seconds, np.inf).argmin())
-        return best if seconds[best] < seconds[now] * (1 - 1e-12) else now
 
     def _allowed(self, choice: Sequence[int], v: int) -> np.ndarray:
         allowed = np.ones(len(self.problem.variables[v]), bool)
@@ -102,16 +128,17 @@ class Descent:
         return allowed
 
     def _totals(self, choice: Sequence[int]) -> Floats:
-        """Return forward, backward, sync and held of an assignment."""
-        totals: Floats = sum((own[:, k] for own, k in zip(self._own, choice)), np.zeros(4))
-        for transfer in self.problem.transfers:
+        """Return forward, backward, sync and the bytes of each sum of an assignment."""
+        nothing = np.zeros(3 + self.problem.sums)
+        totals: Floats = sum((own[:, k] for own, k in zip(self._own, choice)), nothing)
+        for transfer, counts in zip(self.problem.transfers, self._counts):
             wanted = {int(c.wants[choice[c.variable]]) for c in transfer.consumers}
             moves = transfer.cost(
                 transfer.leaves[[choice[transfer.source]]], np.array(sorted(wanted))
             )
             totals[0] += moves.forward.sum()
             totals[1] += moves.backward.sum()
-            totals[3] += moves.held.sum()
+            totals[3:] += moves.held.sum() * counts
         return totals
 
     def _prices(self, choice: Sequence[int], v: int) -> Floats:
@@ -124,7 +151,7 @@ class Descent:
             moves = transfer.cost(labels, np.array(sorted(wanted)))
             prices[0] += moves.forward.sum(1)[inverse]
             prices[1] += moves.backward.sum(1)[inverse]
-            prices[3] += moves.held.sum(1)[inverse]
+            self._hold(prices, k, moves.held.sum(1)[inverse])
         for k in self._read[v]:
             transfer = self.problem.transfers[k]
             source = transfer.leaves[[choice[transfer.source]]]
@@ -141,5 +168,15 @@ class Descent:
                     new &= transfer.consumers[i].wants != transfer.consumers[j].wants
                 prices[0] += moves.forward[0][inverse] * new
                 prices[1] += moves.backward[0][inverse] * new
-                prices[3] += moves.held[0][inverse] * new
+                self._hold(prices, k, moves.held[0][inverse] * new)
         return prices
+
+    def _hold(self, prices: Floats, transfer: int, held: Ints) -> None:
+        """Add the bytes of moved copies to the sums that they are part of."""
+        for k in np.flatnonzero(self._counts[transfer]).tolist():
+            prices[3 + k] += self._counts[transfer][k] * held
+
+
+def _seconds(sums: Floats) -> Floats:
+    """Return the time for forward, backward and sync, in the first rows."""
+    return np.asarray(sums[0] + np.maximum(sums[1], sums[2]))

@@ -12,18 +12,23 @@ from tilewise.planner.solve.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What an assignment costs in time and memory."""
+    """What an assignment costs in time and memory; `sums` are the bytes held in each sum."""
 
     forward: float
     backward: float
     sync: float
-    held_bytes: int
+    sums: tuple[int, ...]
     burst_bytes: int
 
     @property
     def seconds(self) -> float:
         """The time of a step; the gradient sums hide behind the backward pass."""
         return self.forward + max(self.backward, self.sync)
+
+    @property
+    def held_bytes(self) -> int:
+        """The largest sum."""
+        return max(self.sums)
 
     @property
     def peak_bytes(self) -> int:
@@ -40,12 +45,12 @@ def evaluate(problem: Problem, choice: Sequence[int]) -> Cost:
     if len(choice) != len(problem.variables):
         raise ValueError(f"evaluate: {len(choice)} choices for {len(problem.variables)} variables")
     forward = backward = sync = 0.0
-    held = burst = 0
+    held, burst = np.zeros(problem.sums, np.int64), 0
     for variable, k in zip(problem.variables, choice):
         forward += float(variable.forward[k])
         backward += float(variable.backward[k])
         sync += float(variable.sync[k])
-        held += int(variable.held[k])
+        held += variable.held[k]
         burst = max(burst, int(variable.burst[k]))
     for transfer in problem.transfers:
         leaves = transfer.leaves[[choice[transfer.source]]]
@@ -53,10 +58,10 @@ def evaluate(problem: Problem, choice: Sequence[int]) -> Cost:
         moves = transfer.cost(leaves, np.array(sorted(wanted), np.int64))
         forward += float(moves.forward.sum())
         backward += float(moves.backward.sum())
-        held += int(moves.held.sum())
+        held += np.array(transfer.counts) * moves.held.sum()
     for tie in problem.ties:
         labels = {int(labels[choice[v]]) for v, labels in zip(tie.variables, tie.labels)}
         if len(labels) > 1:
             names = ", ".join(problem.variables[v].name for v in tie.variables)
             raise ValueError(f"evaluate: {names} are tied, but the choice gives labels {labels}")
-    return Cost(forward, backward, sync, held, burst)
+    return Cost(forward, backward, sync, tuple(held.tolist()), burst)

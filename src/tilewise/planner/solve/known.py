@@ -14,10 +14,11 @@ LARGEST = 1 << 17
 
 def know(problem: Problem) -> Problem:
     """Return the same problem with moves looked up instead of computed, where that is little."""
-    return replace(problem, transfers=tuple(map(_known, problem.transfers)))
+    return replace(problem, transfers=tuple(map(known, problem.transfers)))
 
 
-def _known(transfer: Transfer) -> Transfer:
+def known(transfer: Transfer) -> Transfer:
+    """Return a tensor whose moves are looked up, if their table is small."""
     sources = np.unique(transfer.leaves)
     targets = np.unique(np.concatenate([c.wants for c in transfer.consumers]))
     if isinstance(transfer.cost, _Lookup) or len(sources) * len(targets) > LARGEST:

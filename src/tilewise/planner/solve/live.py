@@ -29,6 +29,7 @@ class Table:
     columns: Ints
     moves: Moves
     shares: Floats
+    counts: tuple[int, ...]
 
     @property
     def whole(self) -> bool:
@@ -37,7 +38,7 @@ class Table:
 
     def weigh(self, weights: Weights, penalty: float) -> Floats:
         """Return the known block's costs as one number each; those of broken ties are infinite."""
-        return np.minimum(weights.of_moves(self.moves), penalty)
+        return np.minimum(weights.of_moves(self.moves, self.counts), penalty)
 
 
 @dataclass(slots=True)
@@ -59,11 +60,15 @@ class Link:
 class Live:
     """A problem whose candidates are removed as soon as they are proven useless."""
 
-    def __init__(self, problem: Problem, entries: int) -> None:
-        """Start from all candidates, and know about `entries` moves of each tensor."""
+    def __init__(
+        self, problem: Problem, entries: int, candidates: Sequence[Ints] | None = None
+    ) -> None:
+        """Start from some candidates or all, and know about `entries` moves of each tensor."""
         self.problem = problem
         self.entries = entries
         self.candidates = [np.arange(k) for k in problem.choices]
+        if candidates is not None:
+            self.candidates = list(candidates)
         self.tables: list[Table] = []
         self.links: list[Link] = []
         self._connect([None] * (len(problem.transfers) + len(problem.ties)), None)
@@ -112,12 +117,13 @@ class Live:
         for transfer in self.problem.transfers:
             first = (transfer.source, transfer.leaves)
             seconds = [(c.variable, c.wants) for c in transfer.consumers]
-            self._add(transfer.cost, first, seconds, before[len(self.tables)], scores)
+            known = before[len(self.tables)]
+            self._add(transfer.cost, first, seconds, known, scores, transfer.counts)
         for tie in self.problem.ties:
             members = list(zip(tie.variables, tie.labels))
             for first, second in pairwise(members):
                 known = before[len(self.tables)] if len(self.tables) < len(before) else None
-                self._add(self._tied, first, [second], known, scores)
+                self._add(self._tied, first, [second], known, scores, (0,) * self.problem.sums)
 
     def _add(
         self,
@@ -126,6 +132,7 @@ class Live:
         seconds: list[tuple[int, Ints]],
         before: Table | None,
         scores: Sequence[Floats] | None,
+        counts: tuple[int, ...],
     ) -> None:
         leaves = first[1][self.candidates[first[0]]]
         wants = [labels[self.candidates[variable]] for variable, labels in seconds]
@@ -157,7 +164,7 @@ class Live:
                 rows = np.union1d(rows, _common(sources, before.sources[before.rows]))
                 columns = np.union1d(columns, _common(targets, before.targets[before.columns]))
         moves = _moves(cost, sources[rows], targets[columns], before)
-        self.tables.append(Table(cost, sources, targets, rows, columns, moves, shares))
+        self.tables.append(Table(cost, sources, targets, rows, columns, moves, shares, counts))
 
     def _tied(self, first: Ints, second: Ints) -> Moves:
         apart = first[:, None] != second[None, :]

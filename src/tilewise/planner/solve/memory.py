@@ -12,7 +12,7 @@ from tilewise.errors import PlanError
 from tilewise.planner.solve.evaluate import evaluate
 from tilewise.planner.solve.known import know
 from tilewise.planner.solve.problem import Problem
-from tilewise.planner.solve.restrict import bytes_for_seconds, restrict
+from tilewise.planner.solve.restrict import bytes_for_seconds, mean, restrict
 from tilewise.planner.solve.solver import Solver
 
 NONE = 1 << 62
@@ -73,14 +73,15 @@ def least_memory(
 ) -> LeastMemory | None:
     """Minimise Σ held + max burst; None if no assignment keeps all ties.
 
-    As few bytes as are `enough` end the search.
+    As few bytes as are `enough` end the search. Of several sums the mean is minimised, so that the
+    bound holds for the largest too.
 
     Between two bursts no assignment needs less than the lower burst and what must be held if none
     is above the higher one. Ranges are halved, the one with the lowest bound first, until none
     promises less than the best assignment found.
     """
     deadline = time.monotonic() + time_limit
-    problem = know(problem)
+    every, problem = problem, know(mean(problem))
     swapped = bytes_for_seconds(problem)
     floor = max(int(v.burst.min()) for v in problem.variables)
     bursts = np.unique(np.concatenate([v.burst for v in problem.variables]).clip(floor))
@@ -116,7 +117,9 @@ def least_memory(
         below = int(np.searchsorted(bursts, cost.burst_bytes)) - 1
         if below >= low:
             ranges.append((least, low, below))
-    return None if best is None else LeastMemory(best, peak, min(peak, unproven))
+    if best is None:
+        return None
+    return LeastMemory(best, evaluate(every, best).peak_bytes, min(peak, unproven))
 
 
 def _least_held(
@@ -141,5 +144,5 @@ def _least_held(
 
 def holders(problem: Problem, choice: Sequence[int]) -> list[tuple[str, int]]:
     """Return the variables and the bytes they hold, most first."""
-    held = [(v.name, int(v.held[k])) for v, k in zip(problem.variables, choice)]
+    held = [(v.name, int(v.held[k].max())) for v, k in zip(problem.variables, choice)]
     return sorted(held, key=lambda pair: -pair[1])

@@ -123,7 +123,7 @@ class Pricing:
         constant = 0.0
         if self.cap is not None:
             floor = max(int(v.burst.min()) for v in self.problem.variables)
-            constant = relaxation.weights.byte * (floor - self.cap)
+            constant = sum(relaxation.weights.byte) * (floor - self.cap)
         now = time.monotonic()
         enough = now + (deadline - now) / 4
         for number in range(ROUNDS):

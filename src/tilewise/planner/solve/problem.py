@@ -1,11 +1,13 @@
 """A planning problem as numbers: what each choice costs and what moving a tensor costs.
 
     T      = Σ forward + Σ moves' forward + max(Σ backward + Σ moves' backward, Σ sync)
-    memory = Σ held + Σ moves' held + max burst
+    memory = max over sums of (Σ held + Σ moves' held) + max burst
 
 A variable is a layer, its candidates are the ways to split it. A transfer is a tensor that others
 read. How a candidate leaves or wants a tensor is a *label*, a whole number that stands for a
 layout; candidates by far outnumber labels, so what a move costs is known by labels.
+
+There may be several sums of what is held, each at another moment; all are to stay below a cap.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """What each candidate of a layer costs; all arrays have one entry a candidate.
+    """What each candidate of a layer costs; all arrays have one entry or row a candidate.
 
     Args:
         name: for messages.
         forward: seconds of the forward pass.
         backward: seconds of the backward pass.
         sync: seconds of the gradient sum, which hides behind the backward pass of all layers.
-        held: bytes on the fullest rank for the whole step; they add over layers.
+        held: bytes on the fullest rank, a column for each sum; they add over layers.
         burst: bytes only while the layer runs; the largest one counts.
     """
 
@@ -61,7 +63,9 @@ class Variable:
                 np.zeros(len(first), np.int64) if values is None else np.asarray(values, np.int64)
             )
 
-        return cls(name, first, seconds(backward), seconds(sync), sizes(held), sizes(burst))
+        sums = sizes(held)
+        sums = sums[:, None] if sums.ndim == 1 else sums
+        return cls(name, first, seconds(backward), seconds(sync), sums, sizes(burst))
 
     def __len__(self) -> int:
         return len(self.forward)
@@ -100,6 +104,7 @@ class Transfer:
         consumers: who reads it. Equal labels of different consumers mean the same layout.
         cost: takes source labels (a) and target labels (b), returns tables of shape (a, b); no
             entry may be negative. It is called for few labels at a time, and several times.
+        counts: how often what moved copies hold is part of each sum.
     """
 
     name: str
@@ -107,6 +112,7 @@ class Transfer:
     leaves: Ints
     consumers: tuple[Consumer, ...]
     cost: MoveCost
+    counts: tuple[int, ...] = (1,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +135,13 @@ class Problem:
         if not self.variables:
             raise ValueError("problem: there are no variables")
         for variable in self.variables:
-            _check_variable(variable)
+            _check_variable(variable, self.sums)
         for transfer in self.transfers:
+            if len(transfer.counts) != self.sums:
+                raise ValueError(
+                    f"problem: transfer {transfer.name} has {len(transfer.counts)} counts for "
+                    f"{self.sums} sums"
+                )
             if not transfer.consumers:
                 raise ValueError(f"problem: transfer {transfer.name} has no consumers")
             self._check_labels(transfer.name, transfer.source, transfer.leaves)
@@ -150,6 +161,11 @@ class Problem:
         """The number of candidates of each variable."""
         return tuple(len(variable) for variable in self.variables)
 
+    @property
+    def sums(self) -> int:
+        """How many sums of held bytes there are."""
+        return int(self.variables[0].held.shape[1])
+
     def _check_labels(self, where: str, variable: int, labels: Sequence[int] | Ints) -> None:
         expected = len(self.variables[variable])
         if len(labels) != expected:
@@ -159,7 +175,7 @@ class Problem:
             )
 
 
-def _check_variable(variable: Variable) -> None:
+def _check_variable(variable: Variable, sums: int) -> None:
     columns = {
         "forward": variable.forward,
         "backward": variable.backward,
@@ -170,10 +186,10 @@ def _check_variable(variable: Variable) -> None:
     if not len(variable):
         raise ValueError(f"problem: {variable.name} has no candidates")
     for name, values in columns.items():
-        if values.shape != (len(variable),):
+        expected = (len(variable), sums) if name == "held" else (len(variable),)
+        if values.shape != expected:
             raise ValueError(
-                f"problem: {variable.name} has {name} of shape {values.shape}, "
-                f"expected ({len(variable)},)"
+                f"problem: {variable.name} has {name} of shape {values.shape}, expected {expected}"
             )
         if not np.isfinite(values).all() or (values < 0).any():
             raise ValueError(f"problem: {variable.name} has {name} that is negative or not finite")

@@ -39,7 +39,7 @@ class Relaxation:
             penalty: seconds that a broken tie costs here; best far above the best time.
         """
         self.live = live
-        self._penalty = penalty
+        self.penalty = penalty
         self._sources = [table.sources for table in live.tables]
         self._targets = [table.targets for table in live.tables]
         self._to_first = [np.zeros(len(self._sources[link.table])) for link in live.links]
@@ -102,7 +102,7 @@ class Relaxation:
 
     def weigh(self, table: Table, weights: Weights) -> Floats:
         """Return a table's moves as one number each, under other weights."""
-        return table.weigh(weights, self._penalty)
+        return table.weigh(weights, self.penalty)
 
     def _floor(self, v: int, reduced: Floats) -> float:
         return (1.0 - self._parts[v] * len(self._before[v])) * float(reduced.min())

@@ -1,8 +1,9 @@
-"""Smaller and changed problems: fewer candidates, or bytes in the place of seconds."""
+"""Smaller and changed problems: fewer candidates, a mean of sums, or bytes in place of seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -35,6 +36,7 @@ def restrict(problem: Problem, kept: Mapping[int, Ints]) -> Problem:
             labels(t.source, t.leaves),
             tuple(Consumer(c.variable, labels(c.variable, c.wants)) for c in t.consumers),
             t.cost,
+            t.counts,
         )
         for t in problem.transfers
     ]
@@ -45,14 +47,32 @@ def restrict(problem: Problem, kept: Mapping[int, Ints]) -> Problem:
     return Problem(tuple(variables), tuple(transfers), tuple(ties))
 
 
-def bytes_for_seconds(problem: Problem) -> Problem:
-    """Return a problem whose time is this one's held bytes."""
+def mean(problem: Problem, weights: Sequence[float] | None = None) -> Problem:
+    """Return the problem with a mean of its sums, which is never above the largest of them.
+
+    Without weights all count alike.
+    """
+    if problem.sums == 1:
+        return problem
+    shares = np.ones(problem.sums) if weights is None else np.asarray(weights, np.float64)
+    shares = shares / shares.sum()
     variables = [
-        Variable.of(v.name, v.held.astype(float), burst=v.burst) for v in problem.variables
+        replace(v, held=np.floor(v.held @ shares).astype(np.int64)[:, None])
+        for v in problem.variables
     ]
     transfers = [
-        Transfer(t.name, t.source, t.leaves, t.consumers, _held(t.cost)) for t in problem.transfers
+        replace(t, cost=_share(t.cost, float(shares @ np.array(t.counts))), counts=(1,))
+        for t in problem.transfers
     ]
+    return Problem(tuple(variables), tuple(transfers), problem.ties)
+
+
+def bytes_for_seconds(problem: Problem) -> Problem:
+    """Return a problem whose time is this one's held bytes, of which there is one sum."""
+    variables = [
+        Variable.of(v.name, v.held[:, 0].astype(float), burst=v.burst) for v in problem.variables
+    ]
+    transfers = [replace(t, cost=_held(t.cost, t.counts[0])) for t in problem.transfers]
     return Problem(tuple(variables), tuple(transfers), problem.ties)
 
 
@@ -60,9 +80,17 @@ def _columns(v: Variable) -> tuple[np.ndarray, ...]:
     return v.forward, v.backward, v.sync, v.held, v.burst
 
 
-def _held(cost: MoveCost) -> MoveCost:
+def _share(cost: MoveCost, share: float) -> MoveCost:
+    def shared(source: Ints, target: Ints) -> Moves:
+        moves = cost(source, target)
+        return Moves(moves.forward, moves.backward, np.floor(share * moves.held).astype(np.int64))
+
+    return cost if share == 1.0 else shared
+
+
+def _held(cost: MoveCost, count: int) -> MoveCost:
     def held(source: Ints, target: Ints) -> Moves:
-        bytes_ = cost(source, target).held
+        bytes_ = count * cost(source, target).held
         return Moves(bytes_.astype(float), np.zeros(bytes_.shape), np.zeros_like(bytes_))
 
     return held

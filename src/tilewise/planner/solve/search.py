@@ -45,7 +45,7 @@ class _Partial:
         parents: the row of each among the partial assignments that were kept a variable earlier.
         chosen: the variables' candidates, for those that the variables left still look at.
         wanted: by table, the distinct target labels wanted so far, falling, and -1 for none.
-        sums: forward, backward, sync and held.
+        sums: forward, backward, sync, and bytes held in each sum.
         burst: the largest burst.
         bounds: a lower bound for each relaxation.
     """
@@ -85,11 +85,13 @@ class Search:
         self._turn = {v: k for k, v in enumerate(self.order)}
         problem = live.problem
         self._own = [
-            np.stack((v.forward, v.backward, v.sync, v.held.astype(float)), 1)[c]
+            np.column_stack((v.forward, v.backward, v.sync, v.held.astype(float)))[c]
             for v, c in zip(problem.variables, live.candidates)
         ]
         self._burst = [v.burst[c] for v, c in zip(problem.variables, live.candidates)]
         self._floor = max(int(burst.min()) for burst in self._burst)
+        least = np.array([own[:, 3:].min(0) for own in self._own])[list(self.order)]
+        self._rest = np.cumsum(least[::-1], 0)[::-1] - least
         self._links: list[list[int]] = [[] for _ in live.tables]
         self._touching: list[list[int]] = [[] for _ in problem.variables]
         for k, link in enumerate(live.links):
@@ -114,7 +116,7 @@ class Search:
             np.zeros(1, np.int64),
             {},
             {},
-            np.zeros((1, 4)),
+            np.zeros((1, self._own[0].shape[1])),
             np.zeros(1, np.int64),
             np.array([start]),
         )
@@ -150,7 +152,7 @@ class Search:
     def _constant(self, terms: Terms) -> float:
         if self.cap is None:
             return 0.0
-        return terms.weights.byte * (self._floor - self.cap)
+        return sum(terms.weights.byte) * (self._floor - self.cap)
 
     def _extend(
         self, partial: _Partial, v: int, buckets: list[list[Bucket]], best: float, width: int
@@ -171,10 +173,11 @@ class Search:
                 longer.bounds[:, k] += bucket.at(longer.chosen)
         for table in self._touching[v]:
             self._charge(table, v, longer)
-        forward, backward, sync, held = longer.sums.T
+        forward, backward, sync = longer.sums[:, :3].T
         ok = (longer.bounds < limit).all(1) & (forward + np.maximum(backward, sync) < limit)
         if self.cap is not None:
-            ok &= held + np.maximum(longer.burst, self._floor) <= self.cap
+            held = longer.sums[:, 3:] + self._rest[self._turn[v]]
+            ok &= held.max(1) + np.maximum(longer.burst, self._floor) <= self.cap
         return longer.take(ok)
 
     def _below(
@@ -203,7 +206,7 @@ class Search:
         if self._turn[source] > now:
             return
         before = [link for link in links if self._turn[link.second] < now]
-        moves = self.live.tables[table].moves
+        moves, counts = self.live.tables[table].moves, self.live.tables[table].counts
         s = links[0].first_labels[partial.chosen[source]]
         old = [] if source == v else before
         new = before if source == v else [link for link in links if link.second == v]
@@ -213,8 +216,9 @@ class Search:
             t = link.second_labels[partial.chosen[link.second]]
             others = (wanted >= 0) & (wanted != t[:, None])
             fresh = (wanted != t[:, None]).all(1)
-            for kind, column in ((0, moves.forward), (1, moves.backward), (3, moves.held)):
+            for kind, column in ((0, moves.forward), (1, moves.backward)):
                 partial.sums[:, kind] += np.where(fresh, column[s, t], 0)
+            partial.sums[:, 3:] += np.where(fresh, moves.held[s, t], 0)[:, None] * counts
             for k, terms in enumerate(self.terms):
                 if table in terms.exact:
                     continue  # the buckets charge it once already
@@ -244,7 +248,7 @@ class Search:
         for column in columns:
             joined = group * (int(column.max()) + 1) + column
             group = np.unique(joined, return_inverse=True)[1]
-        forward, backward, sync, held = partial.sums.T
+        forward, backward, sync = partial.sums[:, :3].T
         slow, fast = forward + backward, forward + sync
         if self.cap is None:
             order = np.lexsort((fast, slow, group))
@@ -257,7 +261,8 @@ class Search:
             keep[1:] = value[1:] < lowest[:-1]
             return order[keep]
         burst = np.maximum(partial.burst, self._floor)
-        order = np.lexsort((held, slow, group))
+        held = partial.sums[:, 3:]
+        order = np.lexsort((held.max(1), slow, group))
         values = np.column_stack((slow, fast, held, burst))[order]
         ordered = group[order]
         keep = np.ones(count, bool)

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ from tilewise.planner.solve.descend import Descent
 from tilewise.planner.solve.evaluate import Cost, evaluate
 from tilewise.planner.solve.known import know
 from tilewise.planner.solve.live import Live
-from tilewise.planner.solve.problem import Floats, Problem
+from tilewise.planner.solve.problem import Floats, Ints, Problem
 from tilewise.planner.solve.relax import Relaxation
 from tilewise.planner.solve.search import TOLERANCE, Search
 from tilewise.planner.solve.terms import WORK, Terms
@@ -28,8 +28,12 @@ from tilewise.planner.solve.weights import Cuts, Weights
 
 ENTRIES = 1 << 16
 """How many moves of one tensor to know at first; more when the bounds need it."""
-WIDEST = 1 << 17
-"""The most partial assignments to keep at once."""
+NARROWEST, WIDEST = 1 << 5, 1 << 17
+"""The fewest and the most partial assignments to keep at once."""
+NEAR = 0.1
+"""Which part of the gap better weights should promise before more than a few are tried."""
+PART = 0.5
+"""How far to go from the best weights of several sums to those that may be better."""
 HINTS = 2
 """From how many hints to descend."""
 
@@ -62,10 +66,27 @@ class Solution:
 
 
 class Solver:
-    """The state of solving one problem; only what is faster than `limit` is looked for."""
+    """The state of solving one problem; only what is faster than `limit` is looked for.
+
+    Args:
+        problem: what to solve.
+        cap: the most memory; None is no limit.
+        deadline: when to stop, by the monotonic clock.
+        limit: seconds.
+        judge: says whether an assignment is allowed, beyond what the problem knows of it, or None:
+            it is not, and the problem should know why before it is solved. Then solving ends.
+        candidates: those of each variable to choose from; all, if not given.
+    """
 
     def __init__(
-        self, problem: Problem, cap: int | None, deadline: float, limit: float = np.inf
+        self,
+        problem: Problem,
+        cap: int | None,
+        deadline: float,
+        limit: float = np.inf,
+        *,
+        judge: Callable[[tuple[int, ...]], bool | None] | None = None,
+        candidates: Sequence[Ints] | None = None,
     ) -> None:
         self.began = time.monotonic()
         self.problem = problem = know(problem)
@@ -75,9 +96,13 @@ class Solver:
         self.best: tuple[int, ...] | None = None
         self.cost: Cost | None = None
         self.bound = 0.0
+        self.width = NARROWEST
         self.weights = Weights()
         self.statistics: dict[str, float] = {"rounds": 0, "exact": 0, "searches": 0, "width": 0}
-        self._live = Live(problem, ENTRIES)
+        self.ended = False
+        self._judge = judge
+        self._live = Live(problem, ENTRIES, candidates)
+        self._relaxation = Relaxation(self._live, Weights(), self._penalty())
         self._descent = Descent(problem, cap)
         self._cuts = Cuts(cap)
         self._descended: set[tuple[int, ...]] = set()
@@ -96,17 +121,29 @@ class Solver:
 
     @property
     def late(self) -> bool:
-        """Whether time is up."""
-        return time.monotonic() > self.deadline
+        """Whether time is up, or the problem lacks something."""
+        return self.ended or time.monotonic() > self.deadline
 
-    def offer(self, choice: Sequence[int]) -> Cost | None:
-        """Take an assignment if it is the best so far; return its cost if it keeps all ties."""
+    @property
+    def candidates(self) -> list[Ints]:
+        """Those that may be part of an assignment that is faster than the best one."""
+        return self._live.candidates
+
+    def offer(self, choice: Sequence[int], *, least: bool = False) -> Cost | None:
+        """Take an assignment if it is the best so far; return its cost if it keeps all ties.
+
+        `least` tells that it has the least weighted sum, or that nothing that is known is against
+        it: if it is not allowed, that is worth knowing.
+        """
         try:
             cost = evaluate(self.problem, choice)
         except ValueError:
             return None
         self._cuts.add(cost, self._floor())
-        fits = self.cap is None or cost.peak_bytes <= self.cap
+        fits: bool | None = self.cap is None or cost.peak_bytes <= self.cap
+        if self._judge is not None and (least or (fits and cost.seconds < self.seconds)):
+            fits = self._judge(tuple(choice))
+            self.ended |= least and fits is None
         if fits and cost.seconds < self.seconds:
             self.best, self.cost = tuple(choice), cost
         return cost
@@ -116,7 +153,8 @@ class Solver:
         self.offer(choice)
         if tuple(choice) not in self._descended:
             self._descended.add(tuple(choice))
-            self.offer(self._descent(choice, deadline=self.deadline))
+            byte = self._relaxation.weights.byte
+            self.offer(self._descent(choice, byte=byte, deadline=self.deadline))
 
     def start(self, hints: Sequence[Sequence[int]]) -> None:
         """Descend from the best hints and from the fastest candidates."""
@@ -132,15 +170,26 @@ class Solver:
         if first is not None:
             self.descend(first)
 
+    def resume(self, weights: Weights, bound: float, width: int, costs: Iterable[Cost]) -> None:
+        """Begin near weights that gave a good bound, with what assignments cost that were seen.
+
+        `width` is how many partial assignments were kept at last.
+        """
+        for cost in costs:
+            self._cuts.add(cost, self._floor())
+        self.weights, self.bound, self.width = weights, bound, width
+        self._relaxation.reweigh(weights.toward(self._cuts.best(), PART))
+
     def solve(self) -> None:
         """Improve the best assignment and the bound until they meet or time is up."""
-        self._relaxation = Relaxation(self._live, Weights(), self._penalty())
+        self._relaxation.penalty = self._penalty()
+        self._relaxation.reweigh(self._relaxation.weights)
         if self._drop_unfit():
             with suppress(TimeoutError):  # what was found and proven before stays true
                 self._improve()
 
     def _improve(self) -> None:
-        width, idle = 32, 0
+        idle = 0
         while not (self.closed or self.late):
             before = self.bound, self.seconds
             moved = self._round()
@@ -148,15 +197,24 @@ class Solver:
                 break
             gained = self.bound > before[0] * (1 + 1e-4) or self.seconds < before[1] * (1 - 1e-4)
             idle = 0 if gained and moved else idle + 1
-            if idle < (3 if self._live.whole and not self._exact else 1):
+            if idle < self._patience():
                 continue
             if not self._live.whole:
                 self._live.entries *= 4
                 self._keep([np.ones(k, bool) for k in self._live.sizes])
-            elif not self._search(width):
-                if width >= WIDEST:
+            elif not self._search(self.width) and not self.ended:
+                if self.width >= WIDEST:
                     break
-                width *= 4
+                self.width *= 4
+
+    def _patience(self) -> int:
+        """Return how many rounds to wait for a better bound by other weights."""
+        if not self._live.whole:
+            return 1
+        if not self._exact:
+            return 3
+        gap = self.seconds - self.bound if np.isfinite(self.seconds) else self.bound
+        return 4 if self._cuts.height - self.bound > NEAR * gap else 1
 
     def solution(self) -> Solution | None:
         """Return the best assignment with what is proven about it."""
@@ -208,16 +266,19 @@ class Solver:
         """Drop the candidates that no assignment within the cap has; say if any are left."""
         if self.cap is None:
             return True
-        least = [int(v.held.min()) for v in self.problem.variables]
-        floor, total = self._floor(), sum(least)
+        pairs = list(zip(self.problem.variables, self._live.candidates))
+        least = np.array([v.held[c].min(0) for v, c in pairs])
+        floor, total = self._floor(), least.sum(0)
         masks = [
-            v.held - low + total + np.maximum(v.burst, floor) <= self.cap
-            for v, low in zip(self.problem.variables, least)
+            (v.held[c] - low + total).max(1) + np.maximum(v.burst[c], floor) <= self.cap
+            for (v, c), low in zip(pairs, least)
         ]
         return all(mask.all() for mask in masks) or self._keep(masks)
 
     def _keep(self, masks: Sequence[np.ndarray], scores: Sequence[Floats] | None = None) -> bool:
         """Keep live candidates; if some variable has none left, the best is proven best."""
+        if self._live.whole and all(mask.all() for mask in masks):
+            return True
         self._live.keep(masks, scores)
         if min(self._live.sizes) == 0:
             self.bound = max(self.bound, self.seconds)
@@ -238,6 +299,8 @@ class Solver:
         if not self._keep([b < self.seconds * (1 - TOLERANCE) for b in bounds], bounds):
             return False
         proposed = self._cuts.best()
+        if self.problem.sums > 1 and self._cuts.cap is not None:
+            proposed = self.weights.toward(proposed, PART)
         if proposed == weights:
             # Nothing new was learnt there; look between there and where the bound was highest.
             proposed = self.weights.toward(proposed, float(self._random.uniform(0.1, 0.9)))
@@ -254,8 +317,8 @@ class Solver:
                 self.statistics["exact"] += 1
                 found = terms.eliminate(self.deadline)
                 best = found.best()
-                self.offer(self._choice(best))
                 self._proven(found.least, ())
+                self.offer(self._choice(best), least=True)
                 bounds = [] if self.closed else found.marginals()
                 return self._proven(found.least, bounds), best
         for _ in range(2):
@@ -278,7 +341,7 @@ class Solver:
         """Take a bound of the weighted sum; return those of all candidates in seconds."""
         weights, constant = self._relaxation.weights, 0.0
         if self.cap is not None:
-            constant = weights.byte * (self._floor() - self.cap)
+            constant = sum(weights.byte) * (self._floor() - self.cap)
         if total + constant > self.bound:
             self.bound = min(total + constant, self.seconds)
             self.weights = weights
@@ -296,10 +359,12 @@ class Solver:
         terms = [Terms(self._relaxation, weights, order) for weights in (first, *others)]
         before = self.seconds
         found = Search(self._live, terms, self.cap).run(before, width, self.deadline)
+        bound = found.bound
         for places in found.choices:
-            self.offer(self._choice(places))
+            cost = self.offer(self._choice(places), least=True)
+            bound = min(bound, np.inf if cost is None else cost.seconds)
         if len(found.choices):
             self.descend(self._choice(found.choices[0]))
-        self.bound = max(self.bound, min(found.bound, self.seconds))
+        self.bound = max(self.bound, min(bound, self.seconds))
         self._relaxation.reweigh(self.weights)
         return self.seconds < before * (1 - 1e-3)

@@ -1,0 +1,57 @@
+"""Where the lowest of some planes is highest: a small linear program.
+
+    maximise  min over rows of (a + g·y)    with 0 ≤ y ≤ most
+
+Solved from the other side, by the simplex method: of all mixtures of rows (a, g) whose mean of g is
+at most zero, that with the least mean of a. For each column, what a mixture has above zero may be
+bought off at the price `most`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tilewise.planner.solve.problem import Floats
+
+TURNS = 50
+"""After so many exchanges for each row of the basis, take the first that helps, not the best."""
+
+
+def highest(constants: Floats, slopes: Floats, most: Floats) -> tuple[Floats, float]:
+    """Return the best y and the height there; slopes have a row for each plane."""
+    rows, columns = slopes.shape
+    unit = np.abs(slopes).max(0)
+    unit = np.where(unit > 0, unit, 1.0)
+    size = max(float(np.abs(constants).max()), 1e-300)
+    identity = np.eye(columns)
+    matrix = np.block(
+        [
+            [(slopes / unit).T, -identity, identity],
+            [np.ones(rows), np.zeros(2 * columns)],
+        ]
+    )
+    prices = np.concatenate((constants / size, most * unit / size, np.zeros(columns)))
+    first = int(constants.argmin())
+    over = matrix[:-1, first] > 0
+    basis = np.append(rows + np.arange(columns) + np.where(over, 0, columns), first)
+    right = np.append(np.zeros(columns), 1.0)
+    for turn in range(4 * TURNS * (columns + 1)):
+        inside = matrix[:, basis]
+        multipliers = np.linalg.solve(inside.T, prices[basis])
+        reduced = prices - multipliers @ matrix
+        helping = np.flatnonzero(reduced < -1e-11)
+        if not len(helping):
+            break
+        stuck = turn > TURNS * (columns + 1)
+        enters = int(helping[0] if stuck else helping[reduced[helping].argmin()])
+        amounts = np.linalg.solve(inside, right).clip(0.0)
+        step = np.linalg.solve(inside, matrix[:, enters])
+        falls = np.flatnonzero(step > 1e-10)
+        if not len(falls):
+            break
+        ratios = amounts[falls] / step[falls]
+        ties = falls[ratios <= ratios.min() + 1e-14]
+        leaves = int(ties[basis[ties].argmin()] if stuck else ties[step[ties].argmax()])
+        basis[leaves] = enters
+    found = np.clip(-multipliers[:-1] * size / unit, 0.0, most)
+    return found, float((constants + slopes @ found).min())

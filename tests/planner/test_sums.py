@@ -1,0 +1,162 @@
+"""Several sums of held bytes under one limit, against enumeration of all assignments."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+
+import numpy as np
+import pytest
+from random_problems import all_costs, random_problem
+
+from tilewise.planner.solve import (
+    Descent,
+    InfeasibleError,
+    Problem,
+    evaluate,
+    least_memory,
+    price,
+    solve,
+)
+from tilewise.planner.solve.planes import highest
+from tilewise.planner.solve.restrict import mean
+from tilewise.planner.solve.solver import Solver
+
+SEEDS = range(25)
+
+
+def tight_caps(problem: Problem, count: int = 4) -> list[int]:
+    """Return caps from the least that any assignment needs up."""
+    peaks = np.unique([cost.peak_bytes for cost in all_costs(problem).values()])
+    return peaks[np.unique(np.linspace(0, len(peaks) - 1, count).astype(int))].tolist()
+
+
+@pytest.mark.parametrize("sums", [2, 5])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_best_that_keeps_all_sums(seed: int, sums: int) -> None:
+    problem = random_problem(seed, sums=sums)
+    costs = all_costs(problem)
+    for cap in tight_caps(problem):
+        best = min(cost.seconds for cost in costs.values() if cost.peak_bytes <= cap)
+        found = solve(problem, cap)
+        assert found.optimal
+        assert found.seconds == pytest.approx(best, rel=1e-8)
+        assert found.peak_bytes == costs[found.choice].peak_bytes <= cap
+    least = min(cost.peak_bytes for cost in costs.values())
+    with pytest.raises(InfeasibleError) as caught:
+        solve(problem, least - 1)
+    assert caught.value.least.bound <= least <= caught.value.least.peak_bytes
+
+
+def judge(
+    fits: Collection[tuple[int, ...]], other: bool | None, choice: tuple[int, ...]
+) -> bool | None:
+    return True if choice in fits else other
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_the_problem_does_not_know(seed: int) -> None:
+    """With two of four sums and a judge of all, bounds hold, and so does what is left."""
+    every = random_problem(900 + seed, sums=4)
+    variables = tuple(replace(v, held=v.held[:, :2]) for v in every.variables)
+    transfers = tuple(replace(t, counts=t.counts[:2]) for t in every.transfers)
+    some = Problem(variables, transfers, every.ties)
+    costs = all_costs(every)
+    for cap in tight_caps(every):
+        fits = {choice: cost.seconds for choice, cost in costs.items() if cost.peak_bytes <= cap}
+        for stops in (None, False):
+            solver = Solver(some, cap, np.inf, judge=partial(judge, fits, stops))
+            solver.start(())
+            solver.solve()
+            best = min(fits.values())
+            assert solver.bound <= best * (1 + 1e-8)
+            assert solver.best is None or solver.best in fits
+            if solver.closed:
+                assert solver.seconds == pytest.approx(best, rel=1e-8)
+            for choice, seconds in fits.items():
+                if seconds < solver.seconds * (1 - 1e-8):
+                    assert all(k in few for k, few in zip(choice, solver.candidates))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_mean_is_never_above_the_largest_sum(seed: int) -> None:
+    problem = random_problem(500 + seed, sums=3)
+    weights = np.random.default_rng(seed).random(3)
+    one = mean(problem, weights)
+    for choice, cost in all_costs(problem).items():
+        assert evaluate(one, choice).peak_bytes <= cost.peak_bytes
+        assert evaluate(one, choice).seconds == cost.seconds
+    least = least_memory(problem)
+    assert least is not None
+    assert least.bound <= min(cost.peak_bytes for cost in all_costs(problem).values())
+    assert least.peak_bytes == evaluate(problem, least.choice).peak_bytes
+    alone = Problem(
+        tuple(replace(v, held=v.held[:, :1]) for v in problem.variables),
+        tuple(replace(t, counts=t.counts[:1]) for t in problem.transfers),
+        problem.ties,
+    )
+    first = least_memory(alone)
+    assert first is not None
+    assert first.peak_bytes == min(cost.peak_bytes for cost in all_costs(alone).values())
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_prices_under_several_sums(seed: int) -> None:
+    problem = random_problem(300 + seed, sums=3)
+    costs = all_costs(problem)
+    cap = tight_caps(problem)[1]
+    found = price(problem, 0, cap)
+    for k in range(problem.choices[0]):
+        fits = [c.seconds for x, c in costs.items() if x[0] == k and c.peak_bytes <= cap]
+        assert found.exact[k]
+        assert found.seconds[k] == pytest.approx(min(fits, default=np.inf), rel=1e-8)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_descents_lose_nothing_that_fits(seed: int) -> None:
+    problem = random_problem(700 + seed, sums=3)
+    costs = all_costs(problem)
+    fitted = 0
+    for cap in tight_caps(problem):
+        descent = Descent(problem, cap)
+        for start in list(costs)[:: max(len(costs) // 5, 1)]:
+            found = costs[tuple(descent(start, byte=(0.0, 0.1, 0.0)))]
+            before = costs[start]
+            if before.peak_bytes <= cap:
+                assert found.peak_bytes <= cap
+                assert found.seconds <= before.seconds * (1 + 1e-9)
+            fitted += found.peak_bytes <= cap
+    assert fitted
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_where_the_lowest_plane_is_highest(seed: int) -> None:
+    """Against all corners that planes and limits make."""
+    rng = np.random.default_rng(seed)
+    rows, columns = int(rng.integers(1, 7)), int(rng.integers(1, 4))
+    constants = rng.random(rows) * 10.0 ** rng.integers(-3, 3)
+    slopes = np.round(rng.normal(size=(rows, columns)) * 4) * 10.0 ** rng.integers(-2, 3, columns)
+    most = rng.random(columns) * 10.0 ** rng.integers(-2, 3)
+    place, height = highest(constants, slopes, most)
+    assert (place >= 0).all()
+    assert (place <= most).all()
+    assert height == pytest.approx((constants + slopes @ place).min())
+    # planes z - g.y = a, and y = 0, and y = most
+    left = np.block(
+        [
+            [np.ones((rows, 1)), -slopes],
+            [np.zeros((columns, 1)), np.eye(columns)],
+            [np.zeros((columns, 1)), np.eye(columns)],
+        ]
+    )
+    right = np.concatenate((constants, np.zeros(columns), most))
+    best = -np.inf
+    for some in combinations(range(len(left)), columns + 1):
+        matrix = left[list(some)]
+        if abs(np.linalg.det(matrix)) > 1e-9:
+            corner = np.linalg.solve(matrix, right[list(some)])[1:]
+            if (corner >= -1e-9 * most).all() and (corner <= most * (1 + 1e-9)).all():
+                best = max(best, float((constants + slopes @ corner).min()))
+    assert height == pytest.approx(best, rel=1e-6, abs=1e-9 * float(np.abs(constants).max()))
