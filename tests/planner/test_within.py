@@ -102,7 +102,7 @@ def test_a_limited_plan_is_as_good_as_it_says(recompute: bool) -> None:
     assert proven > len(limits) / 2
 
 
-@pytest.mark.parametrize("seed", [1, 2, 5, 11])
+@pytest.mark.parametrize("seed", [2, 5, 11])
 def test_random_networks_at_every_limit(seed: int) -> None:
     """The optimum by the peak where it says so, and a bound that holds where it does not."""
     graph = capture(Random(seed), (torch.zeros(4, 3, 16),), F.cross_entropy)

@@ -255,10 +255,15 @@ def least_peak(
             centre = {moment: weight / total for moment, weight in weights.items()}
         best = replace(best, bound=max(best.bound, min(least.bound, best.peak_bytes)))
         take(least.choice)
-        target = best.peak_bytes - (best.peak_bytes - best.bound) // NEARER
-        full = dict.fromkeys(held.fullest for held in seen)
-        descent = Descent(sums.problem(list(full), target), target)
-        take(tuple(descent(least.choice, deadline=deadline)))
+        near = [best.choice, least.choice]
+        while near and time.monotonic() < deadline:
+            before, target = best.peak_bytes, best.peak_bytes
+            target -= (best.peak_bytes - best.bound) // NEARER
+            full = dict.fromkeys(held.fullest for held in seen)
+            descent = Descent(sums.problem(list(full), target), target)
+            take(tuple(descent(near.pop(), deadline=deadline)))
+            if best.peak_bytes < before:
+                near.append(best.choice)
     return best
 
 
