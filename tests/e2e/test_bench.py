@@ -145,7 +145,11 @@ def test_plans(tmp_path: Path) -> None:
     assert found["regret"] == pytest.approx(found["rows"][0]["measured_s"] / fastest)
     assert found["median_error"] == pytest.approx(median(row["error"] for row in found["rows"]))
     assert -1 <= found["rank_correlation"] <= 1
-    assert found["drift"] > 0
+    at_once = [
+        abs(row["predicted_s"] / found["drift"] - row["measured_s"]) / row["measured_s"]
+        for row in found["rows"]
+    ]
+    assert found["error_at_once"] == pytest.approx(median(at_once))
     by_name = {row["plan"]: row["predicted_s"] for row in found["rows"]}
     assert by_name.get("predicted", by_name["auto"]) == min(by_name.values())
 

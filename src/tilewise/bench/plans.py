@@ -85,6 +85,13 @@ class PlanRows:
         """The median error of plans that nothing was learned from."""
         return median(row.error for row in self.rows if row.plan.startswith(MIX))
 
+    @property
+    def error_at_once(self) -> float:
+        """The median error of predictions that do not know of the drift."""
+        return median(
+            abs(row.predicted_s / self.drift - row.measured_s) / row.measured_s for row in self.rows
+        )
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "rows": [row.as_dict() for row in self.rows],
@@ -93,6 +100,7 @@ class PlanRows:
             "median_error": self.median_error,
             "mixes_error": self.mixes_error,
             "drift": self.drift,
+            "error_at_once": self.error_at_once,
             "layers": self.layers,
         }
 
