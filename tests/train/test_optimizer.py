@@ -44,7 +44,7 @@ def test_an_auto_plan_is_for_the_recipes_optimizer(tmp_path: Path) -> None:
     def search(graph: Any, mesh: Any, *, optimizer: str, **_: Any) -> Any:
         seen.append(optimizer)
         yield "searching"
-        return Plan.uniform(graph, "n2"), None
+        return Plan.uniform(graph, "n2"), None, {}
 
     mesh: Any = mock.Mock(size=2)
     with mock.patch.object(auto_plans, "auto_plan", search):

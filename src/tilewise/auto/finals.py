@@ -86,6 +86,11 @@ class Kept:
     room: float
     steps: dict[str, Callable[[], None]] = field(default_factory=dict)
 
+    def clear(self) -> None:
+        """Let go of all plans; what they hold goes round in circles."""
+        self.steps.clear()
+        gc.collect()
+
 
 def room(found: Found, plans: Sequence[Plan]) -> float:
     """Return how many bytes a rank has to spare beside a step under any of the plans."""
@@ -119,21 +124,25 @@ def race(
     began = time.monotonic()
     trial = Mesh(mesh.world_ranks)  # so that what only a plan that loses needs is closed again
     kept = Kept(spare)
-    for number in range(1, rounds + 1):
-        for place, index in enumerate(left, start=1):
-            yield f"plans: {place} of {len(left)}, round {number}"
-            plan = plans[index]
-            times[index].append(step_seconds(trial, model, graph, plan, device, optimizer, kept))
-            late = slowest(mesh, [time.monotonic() - began])[0] > SECONDS
-            if late and number == 1 and place > 1:
+    try:
+        for number in range(1, rounds + 1):
+            for place, index in enumerate(left, start=1):
+                yield f"plans: {place} of {len(left)}, round {number}"
+                seconds = step_seconds(trial, model, graph, plans[index], device, optimizer, kept)
+                times[index].append(seconds)
+                late = slowest(mesh, [time.monotonic() - began])[0] > SECONDS
+                if late and number == 1 and place > 1:
+                    break
+            now = evened(times)
+            best = min(now[i] for i in left)
+            left = [i for i in left if now[i] <= BEHIND * best]
+            if late or len(left) < 2 or not isfinite(best):
                 break
-        now = evened(times)
-        left = [i for i in left if now[i] <= BEHIND * min(now)]
-        if late or len(left) < 2 or not isfinite(min(now)):
-            break
-    kept.steps.clear()
-    trial.close()
-    found = evened(times)
+    finally:
+        kept.clear()
+        trial.close()
+    # who left early is judged by few turns, and does not win by them
+    found = [one if i in left else max(one, best) for i, one in enumerate(evened(times))]
     if mesh.rank == 0 and isfinite(min(found)):
         store(path, {key: [one if isfinite(one) else None for one in found]})
     return found
@@ -171,44 +180,39 @@ def step_seconds(
 
     Infinite where the model refuses what is drawn for it. The model itself stays as it is.
     """
+    kept = Kept(0.0) if kept is None else kept
+    text = plan.to_json()
+    known = kept.steps.get(text)
+    step = known or _step(
+        mesh, ParallelModel(model, graph, plan, mesh).train(), graph, device, optimizer
+    )
     times = []
     try:
-        step = _warm(mesh, model, graph, plan, device, optimizer, kept or Kept(0.0))
+        if known is None:
+            step()
         for _ in range(STEPS):
             mesh.agree("auto")
             start = time.perf_counter()
             step()
             times.append(time.perf_counter() - start)
-        del step
     except Exception as error:
         refusal(error)
         times = [inf]
+    holds = _holds(model, graph)
+    if known is None and holds <= kept.room and isfinite(times[0]):
+        kept.room -= holds
+        kept.steps[text] = step
+    del step, known
     gc.collect()
     return slowest(mesh, [median(times)])[0]
 
 
-def _warm(
-    mesh: Mesh,
-    model: nn.Module,
-    graph: Graph,
-    plan: Plan,
-    device: torch.device,
-    optimizer: str,
-    kept: Kept,
-) -> Callable[[], None]:
-    """Return a step that has run before, kept or made now; keep it if there is room."""
-    text = plan.to_json()
-    if text in kept.steps:
-        return kept.steps[text]
-    split = ParallelModel(model, graph, plan, mesh).train()
-    step = _step(mesh, split, graph, device, optimizer)
-    step()
-    # of the whole model, not of this rank's part: all ranks must keep the same plans
-    holds = COPIES * sum(one.numel() * one.element_size() for one in model.parameters())
-    if holds <= kept.room:
-        kept.room -= holds
-        kept.steps[text] = step
-    return step
+def _holds(model: nn.Module, graph: Graph) -> int:
+    """Return the bytes that a plan holds between steps at most, and so the same on all ranks."""
+    examples = tree_leaves((graph.inputs, graph.targets or ()))
+    tensors = [one for one in examples if isinstance(one, Tensor)]
+    states = [*model.parameters()] * COPIES + [*model.buffers()]
+    return sum(one.numel() * one.element_size() for one in (*tensors, *states))
 
 
 def _step(

@@ -15,6 +15,7 @@ import json
 import random
 from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass
+from math import isfinite
 from statistics import median
 from typing import Any
 
@@ -141,6 +142,7 @@ def measure_plans(
             yield f"round {number} of {rounds}: {name}"
             plan = Plan.from_json(text)
             seconds.append(step_seconds(mesh, model, graph, plan, device, "momentum", kept))
+    kept.clear()
     measured = evened(times)
     drift = drift_of(
         [(ran[text], now) for (_, text, _), now in zip(plans, measured, strict=True) if text in ran]
@@ -155,7 +157,7 @@ def measure_plans(
 
 def drift_of(pairs: Sequence[tuple[float, float]]) -> float:
     """Return how many times what it took then things take now, by pairs of seconds."""
-    return median(now / then for then, now in pairs) if pairs else 1.0
+    return median([now / then for then, now in pairs if isfinite(now)] or [1.0])
 
 
 def _plans(chosen: Plan, found: Found) -> list[tuple[str, str, float]]:

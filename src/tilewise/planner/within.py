@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -64,9 +65,9 @@ class Limited:
     def judged(
         self, found: Formulation, variable: int, prices: Prices, which: Iterable[int]
     ) -> Prices:
-        """Return prices of plans whose peak fits, where prices are of plans that keep the mean.
+        """Return prices of plans whose peak fits, where prices are of plans that keep some sums.
 
-        Those are lower bounds, and exact only where no plan keeps even the mean. What the step
+        Those are lower bounds, and exact only where no plan keeps even these. What the step
         would be if nothing else changed is found for the candidates in `which`.
         """
         if self.cap is None:
@@ -96,7 +97,6 @@ class Within:
         self._seen: dict[Choice, tuple[Cost, Moments]] = {}
         self._some: list[Moment] = []
         self._fuller: Moment | None = None
-        self._least: LeastMemory | None = None
         self._limited = Limited(free, found.problem)
 
     def run(self, hints: Sequence[Choice]) -> Limited:
@@ -160,13 +160,14 @@ class Within:
         """Limit ever more moments until bound and best plan meet or time is up."""
         weights, width, candidates = self.free.weights, NARROWEST, None
         self._judge(self.free.choice)
-        while self._fuller is not None and not self._closed and self.bound < inf:
+        # the first one in any case: what is said of a limit must know of it
+        while self._fuller is not None and self.bound < inf and not (self._some and self._closed):
             self._some.append(self._fuller)
             self._fuller = None
             problem = self.sums.problem(self._some, self.limit)
             weights = Weights(weights.overlap, (*weights.byte, 0.0))
             self._take(problem, weights)
-            if self._left <= 0:
+            if self._left <= 0 or self._closed:
                 break
             seconds = inf if self.best is None else self.best[0]
             solver = Solver(
@@ -194,14 +195,35 @@ class Within:
         for cost, held in self._seen.values():
             yield replace(cost, sums=tuple(int(held.bytes_at(moment)) for moment in self._some))
 
-    def _least_peak(self, seconds: float, known: Sequence[Choice] = ()) -> LeastMemory:
+    def _least_peak(self, seconds: float, known: Sequence[Choice]) -> LeastMemory:
         """Return the plan with the least peak, and take it if it fits."""
         deadline = time.monotonic() + seconds
         start = [self.free.choice, *known]
-        if self._least is not None:
-            start.append(self._least.choice)
         least = least_peak(self.found, deadline, start, enough=self.limit)
+        if self.limit >= least.bound:
+            least = self._lower(least, deadline)
         self._judge(least.choice)
+        return least
+
+    def _lower(self, least: LeastMemory, deadline: float) -> LeastMemory:
+        """Look for a plan that fits by changing one layer at a time, judged by the peak itself.
+
+        The sums leave out the copy of a bucket of small gradients, which may be what is too much.
+        """
+        changed = True
+        while changed and least.peak_bytes > self.limit:
+            changed = False
+            for v, variable in enumerate(self.found.problem.variables):
+                for k in range(len(variable)):
+                    if time.monotonic() > deadline:
+                        return least
+                    choice = (*least.choice[:v], k, *least.choice[v + 1 :])
+                    with suppress(ValueError):  # layers that share a parameter are cut alike
+                        evaluate(self.found.problem, choice)
+                        peak = peak_bytes(self.found, choice)
+                        if peak < least.peak_bytes:
+                            least = replace(least, choice=choice, peak_bytes=peak)
+                            changed = True
         return least
 
     def _infeasible(self, least: LeastMemory) -> InfeasibleError:

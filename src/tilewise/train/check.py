@@ -97,6 +97,8 @@ def _plan(graph: Graph, recipe: Recipe, ranks: int) -> Plan:
     options = plan_options(recipe)
     if recipe.plan != AUTO:
         return replace(as_plan(graph, recipe.plan), **options)
+    if ranks == 1:
+        return Plan.uniform(graph, "1", **options)
     found, machine = unmeasured(
         graph, ranks, memory=_limit(recipe, ranks), optimizer=planned_as(recipe.train),
         recompute="recompute" not in options,

@@ -112,7 +112,7 @@ def recipe_of(checkpoint: Path) -> Recipe:
 
 
 def batch_size(ranks: int, task: Prediction, source: data.Source) -> int:
-    """Return how many samples give a rank no more input than a step of training did.
+    """Return how many samples are as much input, for so many ranks, as a step of training had.
 
     At least one, and one for each part that the plan cuts samples into; at most all of them. Only
     one for a checkpoint that does not say what its inputs were.

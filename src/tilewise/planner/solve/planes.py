@@ -35,8 +35,11 @@ def highest(constants: Floats, slopes: Floats, most: Floats) -> tuple[Floats, fl
     over = matrix[:-1, first] > 0
     basis = np.append(rows + np.arange(columns) + np.where(over, 0, columns), first)
     right = np.append(np.zeros(columns), 1.0)
+    multipliers = np.zeros(columns + 1)  # at which any height is a true one
     for turn in range(4 * TURNS * (columns + 1)):
         inside = matrix[:, basis]
+        if np.linalg.cond(inside) > 1e14:
+            break  # rounding has led to a basis that is none
         multipliers = np.linalg.solve(inside.T, prices[basis])
         reduced = prices - multipliers @ matrix
         helping = np.flatnonzero(reduced < -1e-11)
