@@ -7,6 +7,8 @@ import io
 import os
 import shlex
 import sys
+from unittest import mock
+from unittest.mock import DEFAULT
 
 import pytest
 import torch.distributed as dist
@@ -20,14 +22,15 @@ def run_script(mesh: Mesh, text: str, folder: str) -> str:
     """Run a script as a rank would; returns what it prints."""
     os.chdir(folder)
     sys.path.insert(0, folder)
-    begin, end = dist.init_process_group, dist.destroy_process_group
-    dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None  # type: ignore
     said = io.StringIO()
     try:
-        with contextlib.redirect_stdout(said):
+        with (
+            contextlib.redirect_stdout(said),
+            # the ranks have joined already, and stay for the next script
+            mock.patch.multiple(dist, init_process_group=DEFAULT, destroy_process_group=DEFAULT),
+        ):
             exec(compile(text, "script", "exec"), {"__name__": "__main__"})
     finally:
-        dist.init_process_group, dist.destroy_process_group = begin, end
         sys.path.remove(folder)
     return said.getvalue()
 

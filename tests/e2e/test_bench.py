@@ -149,7 +149,7 @@ def test_plans(tmp_path: Path) -> None:
         abs(row["predicted_s"] / found["drift"] - row["measured_s"]) / row["measured_s"]
         for row in found["rows"]
     ]
-    assert found["error_at_once"] == pytest.approx(median(at_once))
+    assert found["error_without_drift"] == pytest.approx(median(at_once))
     by_name = {row["plan"]: row["predicted_s"] for row in found["rows"]}
     assert by_name.get("predicted", by_name["auto"]) == min(by_name.values())
 

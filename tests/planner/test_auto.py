@@ -179,7 +179,8 @@ def try_plans(
     seen: list[str] = []
 
     def splits(plan: Plan) -> str:
-        return " ".join(sorted({str(degrees) for degrees in plan.layers.values()}))
+        each = [str(degrees) for degrees in plan.layers.values()]
+        return each[0] if len(set(each)) == 1 else " ".join(each)
 
     def pretend(mesh: Mesh, model: Any, graph: Graph, plan: Plan, *_: Any) -> float:
         seen.append(splits(plan))

@@ -144,10 +144,11 @@ def auto_plan(
         else:
             found = _learned(first, ran)
             new = found.plan.to_json()
-            best = sorted(ran, key=ran.__getitem__)[:FINALISTS]
-            if turn > 1:
-                best = [chosen]
-            texts = [chosen] if turn > 1 and new in ran else list(dict.fromkeys([new, *best]))
+            if turn == 1:
+                best = sorted(ran, key=ran.__getitem__)[:FINALISTS]
+                texts = list(dict.fromkeys([new, *best]))
+            else:
+                texts = [chosen] if new in ran else [new, chosen]
         return json.dumps([texts, room(first, [Plan.from_json(text) for text in texts])])
 
     for turn, rounds in enumerate(ROUNDS):

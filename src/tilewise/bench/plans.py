@@ -87,7 +87,7 @@ class PlanRows:
         return median(row.error for row in self.rows if row.plan.startswith(MIX))
 
     @property
-    def error_at_once(self) -> float:
+    def error_without_drift(self) -> float:
         """The median error of predictions that do not know of the drift."""
         return median(
             abs(row.predicted_s / self.drift - row.measured_s) / row.measured_s for row in self.rows
@@ -101,7 +101,7 @@ class PlanRows:
             "median_error": self.median_error,
             "mixes_error": self.mixes_error,
             "drift": self.drift,
-            "error_at_once": self.error_at_once,
+            "error_without_drift": self.error_without_drift,
             "layers": self.layers,
         }
 

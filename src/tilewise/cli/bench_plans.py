@@ -51,7 +51,7 @@ def plans(
         f"{found.rank_correlation:.2f}, median error {found.median_error:.0%}, of mixes "
         f"{found.mixes_error:.0%}; steps take {found.drift:.2f} times what they took when the plan "
         "was made, which the predictions allow for: the median error without that is "
-        f"{found.error_at_once:.0%}",
+        f"{found.error_without_drift:.0%}",
     )
 
 
