@@ -16,9 +16,10 @@ from tilewise.graph.rule import REGISTRY, Lowered, Site
 from tilewise.layout import Cover, Degrees, Layout, Move
 from tilewise.ops.draws import Draws
 from tilewise.plan import Layer
+from tilewise.planner.bills import Between
 from tilewise.planner.candidates import candidates
 from tilewise.planner.forms import Form
-from tilewise.planner.layouts import Layouts, moved
+from tilewise.planner.layouts import Layouts
 from tilewise.planner.places import chooses, letter_roles
 from tilewise.planner.traffic import Traffic, traffic
 
@@ -81,10 +82,12 @@ def same(form: Form, row: int, which: tuple[str, int, Value], found: Traffic) ->
 )
 def test_moves_between_all_layouts(devices: int, shape: tuple[int, ...], text: str) -> None:
     """The worst rank receives what it really would; from which node, where nodes nest."""
-    every = candidates(_layer(shape, text), devices).table
-    layouts, _ = Layouts.of_degrees(shape, devices, every, letter_roles(text)).distinct()
+    table = candidates(_layer(shape, text), devices).table
+    layouts, _ = Layouts.of_degrees(shape, devices, table, letter_roles(text)).distinct()
     even = layouts.even()
-    bill = moved(layouts, layouts, 4, by_rank=not even)
+    every = np.arange(len(layouts))
+    between = Between(layouts, layouts, 4, by_rank=not even)
+    bill = between.forth(every, every)
     rng = random.Random(0)
     for _ in range(150):
         a, b = rng.randrange(len(layouts)), rng.randrange(len(layouts))
@@ -95,13 +98,7 @@ def test_moves_between_all_layouts(devices: int, shape: tuple[int, ...], text: s
             assert bill.far[a, b] == real.far.max()
             messages = real.near_messages + real.far_messages
             assert bill.near_messages[a, b] + bill.far_messages[a, b] == messages.max()
-        pair = moved(
-            layouts.take(np.array([a])),
-            layouts.take(np.array([b])),
-            4,
-            by_rank=not even,
-            paired=True,
-        )
+        pair = between.forth(np.array([a]), np.array([b]), paired=True)
         assert pair.far[0, 0] == bill.far[a, b]
 
 

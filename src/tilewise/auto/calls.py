@@ -6,6 +6,7 @@ autocast. What was measured is kept on disk for the next time.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
 from math import inf, isfinite
@@ -49,12 +50,34 @@ def head(mesh: Mesh, device: torch.device) -> str:
     )
 
 
-def worth_measuring(calls: Sequence[SplitCall]) -> list[SplitCall]:
-    """Leave out long calls under splits that the model of the machine says are hopeless."""
+def worth_measuring(calls: Sequence[SplitCall]) -> list[int]:
+    """Leave out long calls under splits that are predicted to be hopeless; return the others."""
     best: dict[str, float] = {}
     for one in calls:
-        best[one.call] = min(best.get(one.call, float("inf")), one.modelled_s)
-    return [one for one in calls if one.modelled_s <= max(LONG, HOPELESS * best[one.call])]
+        best[one.call] = min(best.get(one.call, inf), one.predicted_s)
+    return [
+        place
+        for place, one in enumerate(calls)
+        if one.predicted_s <= max(LONG, HOPELESS * best[one.call])
+    ]
+
+
+def said(
+    mesh: Mesh, measuring: Generator[tuple[int, int], None, tuple[CallTime, ...]]
+) -> Generator[str, None, tuple[CallTime, ...]]:
+    """Say what takes so long, if anything is measured, and how far it is."""
+    first = True
+    while True:
+        try:
+            done, total = next(measuring)
+        except StopIteration as ended:
+            times: tuple[CallTime, ...] = ended.value
+            return times
+        if first and mesh.rank == 0:
+            text = f"measuring {total} splits of layers for the plan; they are kept in {folder()}"
+            print(f"tilewise: {text}", file=sys.stderr, flush=True)
+        first = False
+        yield f"layers: {done} of {total}"
 
 
 def time_calls(

@@ -7,7 +7,6 @@ searches. Rank 0 searches and tells the others.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tilewise.auto.calibrate import CONDITIONS, Measured, calibrate, conditions, machine_of
-from tilewise.auto.calls import time_calls, worth_measuring
+from tilewise.auto.calls import said, time_calls, worth_measuring
 from tilewise.auto.finals import contenders, race, room
 from tilewise.auto.tell import hosts, tell, told
 from tilewise.comm import Mesh
@@ -29,8 +28,9 @@ from tilewise.graph.captured import Graph, as_tuple, capture
 from tilewise.graph.labels import labels
 from tilewise.graph.parallel import ParallelModel, PlanLike, as_plan
 from tilewise.graph.runs import no_autocast
-from tilewise.ops.kept import folder, store
+from tilewise.ops.kept import store
 from tilewise.plan import Plan
+from tilewise.planner.calls import SplitCall
 from tilewise.planner.cost import Setting
 from tilewise.planner.formulate import formulate
 from tilewise.planner.machine import LOCAL, Machine, MachineError, load_machine, local_path
@@ -43,6 +43,7 @@ STRANGER = "lassen"  # whose rates are taken where none were measured
 TIME_LIMIT = 20.0
 ROUNDS = (2, 6, 6)  # of running plans, learning from it between them
 FINALISTS = 4
+PASSES = 2  # of measuring calls: the first tells which others are worth it
 
 
 def parallelize(
@@ -194,20 +195,15 @@ def auto_search(
     machine = with_rates((yield from local_machine(mesh, backend)), dtype)
     itemsize = getattr(torch, dtype).itemsize
     setting = Setting(machine, mesh.size, dtype, itemsize, optimizer)
-    listed = worth_measuring(list(formulate(graph, setting, with_calls=True).calls.values()))
-    measuring = time_calls(mesh, listed, labels(graph.training), device, backend)
-    said = False
-    while True:
-        try:
-            done, total = next(measuring)
-            if not said and mesh.rank == 0:
-                print(f"tilewise: {measuring_text(total)}", file=sys.stderr, flush=True)
-            said = True
-        except StopIteration as ended:
-            times = ended.value
-            break
-        yield f"layers: {done} of {total}"
-    machine = machine.model_copy(update={"call_times": times})
+    for _ in range(PASSES):
+        calls = list(formulate(graph, setting, with_calls=True).calls.values())
+        # ranks on other hosts may have kept other times, but all measure the same calls
+        places = json.loads(told(mesh, partial(_worth, calls)))
+        listed = [calls[place] for place in places]
+        measuring = time_calls(mesh, listed, labels(graph.training), device, backend)
+        times = yield from said(mesh, measuring)
+        machine = machine.model_copy(update={"call_times": times})
+        setting = replace(setting, machine=machine)
     found: list[Found] = []
 
     def find(again: bool) -> str:
@@ -228,6 +224,10 @@ def auto_search(
     if told(mesh, lambda: find(again=False)) and recompute:
         told(mesh, lambda: find(again=True))
     return min(found, key=lambda one: one.step_seconds, default=None)
+
+
+def _worth(calls: list[SplitCall]) -> str:
+    return json.dumps(worth_measuring(calls))
 
 
 def unmeasured(
@@ -304,11 +304,6 @@ def local_machine(mesh: Mesh, backend: str) -> Generator[str, None, Machine]:
     if mesh.rank == 0:
         keep(machine, mesh.size, backend)
     return Machine.from_json(text)
-
-
-def measuring_text(count: int) -> str:
-    """Say what takes so long."""
-    return f"measuring {count} splits of layers for the plan; they are kept in {folder()}"
 
 
 def keep(machine: Machine, ranks: int, backend: str) -> None:

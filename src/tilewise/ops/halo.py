@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tilewise.comm import Exchange, Frame, Pending
-from tilewise.comm.formats import CHANNELS_LAST
+from tilewise.comm.formats import CHANNELS_LAST, fill
 from tilewise.comm.frame import Box, extents, overlap
 from tilewise.ops.conv_spec import ConvSpec
 
@@ -104,7 +104,7 @@ class Halo:
     def extend(self, x: Tensor, frame: Frame, *, last: bool) -> Tensor:
         """Return the slab with its rim."""
         out = self.shaped(x, last=last)
-        out[self.core] = x
+        fill(out[self.core], x)
         for box, piece in zip(frame.boxes, frame.pieces):
             out[box] = piece
         for box in self.empty:

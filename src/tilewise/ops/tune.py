@@ -31,6 +31,7 @@ WAYS = [
     *(Way(patch, last) for patch in (False, True) for last in (False, True)),
     *(Way(patch, last=False, onednn=True) for patch in (False, True)),
 ]
+Times = dict[tuple[Way, ...], float]
 
 
 def worth_tuning(work: float, x: Tensor) -> bool:
@@ -57,17 +58,28 @@ def _best(times: list[float], last: bool) -> Ways:
     fifth longer when each convolution chose.
     """
     *phases, change = times
-    plain = WAYS.index(Way(patch=False, last=last))
-    found = []
-    for at in range(0, len(phases), len(WAYS)):
-        each = [
-            seconds + (change if way.last != last else 0.0)
-            for way, seconds in zip(WAYS, phases[at : at + len(WAYS)])
-        ]
-        clear = min(each) < GAIN * each[plain]
-        found.append(WAYS[each.index(min(each)) if clear else plain])
-    forward, data, weight = found
-    return Ways(forward, data, weight, last)
+    forward, data, weight = (
+        dict(zip(WAYS, phases[at : at + len(WAYS)])) for at in range(0, len(phases), len(WAYS))
+    )
+
+    def changing(*ways: Way) -> float:
+        return change * len({way.last for way in ways} - {last})
+
+    forth: Times = {(way,): forward[way] + changing(way) for way in WAYS}
+    back: Times = {  # both take dy, in one format or in two
+        (one, other): data[one] + weight[other] + changing(one, other)
+        for one in WAYS
+        for other in WAYS
+    }
+    (there,), (to_data, to_weight) = _clearest(forth, last), _clearest(back, last)
+    return Ways(there, to_data, to_weight, last)
+
+
+def _clearest(seconds: Times, last: bool) -> tuple[Way, ...]:
+    """Return the fastest ways if they are clearly faster than the plain ones, else those."""
+    plain = tuple(Way(patch=False, last=last) for _ in next(iter(seconds)))
+    fastest = min(seconds, key=seconds.__getitem__)
+    return fastest if seconds[fastest] < GAIN * seconds[plain] else plain
 
 
 def tuning() -> bool:

@@ -27,7 +27,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SplitCall:
-    """A call with its split; `modelled_s` is what it takes without measurements.
+    """A call with its split; `predicted_s` is what it takes by the model of the machine.
 
     `call` is the same for all splits of it.
     """
@@ -37,7 +37,7 @@ class SplitCall:
     split: Degrees | Layout
     operand: Value | None
     grads: tuple[bool, ...]
-    modelled_s: float
+    predicted_s: float
 
     @property
     def key(self) -> str:
@@ -71,8 +71,9 @@ def use_measured(
 ) -> None:
     """Let the parts of a call's cost add up to what was measured of it.
 
-    Candidate i is split as `keys[where[i]]` says. The model's times of splits that were not
-    measured are corrected by the middle ratio of the others.
+    Candidate i is split as `keys[where[i]]` says. The model's arithmetic of splits that were not
+    measured is corrected by the middle ratio of those that send nothing; where all that were
+    measured send something, arithmetic and messages are corrected alike.
     """
     known = [machine.timed.get(key) for key in keys]
     if not any(known):
@@ -83,13 +84,20 @@ def use_measured(
                             for one in known])[where]  # fmt: skip
         with np.errstate(invalid="ignore", divide="ignore"):
             ratio = np.where(modelled > 0, seconds / modelled, np.nan)
-        usual = float(np.nanmedian(ratio)) if np.isfinite(ratio).any() else 1.0
-        factor = np.where(np.isnan(ratio), usual, ratio)
-        for part in ("compute", "halo", "exchange"):
-            column = getattr(cost, f"{part}_{direction}")
-            column *= factor
+        messages = [getattr(cost, f"{part}_{direction}") for part in ("halo", "exchange")]
+        silent = np.where(sum(messages) > 0, np.nan, ratio)
+        alone = bool(np.isfinite(silent).any())
+        usual = _middle(silent if alone else ratio)
+        for column in messages:
+            column *= np.where(np.isnan(ratio), 1.0 if alone else usual, ratio)
+        compute = getattr(cost, f"compute_{direction}")
+        compute *= np.where(np.isnan(ratio), usual, ratio)
         bare = np.isfinite(seconds) & (modelled <= 0)
-        getattr(cost, f"compute_{direction}")[bare] = seconds[bare]
+        compute[bare] = seconds[bare]
+
+
+def _middle(ratios: NDArray[np.float64]) -> float:
+    return float(np.nanmedian(ratios)) if np.isfinite(ratios).any() else 1.0
 
 
 def list_calls(

@@ -245,13 +245,13 @@ class _Walk:
         """List a call under all its splits, and use what was measured of them."""
         machine, call = self.setting.machine, described(node, self.named, self.grads)
         overlap = machine.overlap_halo
+        use_measured(cost, machine, [key_of(call, one) for one in splits], where, overlap)
         if self.with_calls:
             seconds = cost.forward(overlap) + cost.backward(overlap)
             first = {int(row): index for index, row in reversed(list(enumerate(where)))}
             self.found.calls |= list_calls(
                 node, call, splits, operand, self.grads, lambda row: float(seconds[first[row]])
             )
-        use_measured(cost, machine, [key_of(call, one) for one in splits], where, overlap)
 
     def _note_results(self, node: Node) -> None:
         if keeps(node).results:

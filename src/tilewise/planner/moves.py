@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilewise.graph.graph import Node, Value
+from tilewise.planner.bills import Between, Bill
 from tilewise.planner.cost import Setting
-from tilewise.planner.layouts import Bill, Layouts, moved, summed_back
+from tilewise.planner.layouts import Layouts
 from tilewise.planner.places import Place
 from tilewise.planner.price import bill_s
 from tilewise.planner.solve import Moves
@@ -22,6 +24,9 @@ Ints = NDArray[np.int64]
 
 EXACT_WORK = 20_000_000
 """Up to so many (layout pair, rank, dim)s, uneven moves are counted rank by rank."""
+
+AT_ONCE = 1 << 14
+"""How many moves to price at once."""
 
 WHOLE_TABLE = 1 << 20
 """Up to so many pairs of layouts, all moves of a tensor are priced at once."""
@@ -137,7 +142,7 @@ class MoveCosts:
             backward = backward + again * forward
         held = np.where((forward > 0) | (gone[:, None] > 0), self.held[columns], 0.0)
         if again.any():
-            source = self.sources.local()[rows] * self.itemsize
+            source = self._local[rows] * self.itemsize
             kept = 0.0 if self.copies else source
             source = np.where(gone > 0, source, kept)
             moved_too = np.where(forward > 0, self.shared_bytes[columns], 0.0)
@@ -174,18 +179,34 @@ class MoveCosts:
         return Moves(forward[where, 0], backward[where, 0], np.zeros(len(where), np.int64))
 
     def _priced(self, sources: Ints, targets: Ints, *, paired: bool) -> Priced:
-        some, others = self.sources.take(sources), self.targets.take(targets)
-        node, machine = self.setting.node, self.setting.machine
-        local = some.local()[:, None]
-        forth = moved(some, others, node, by_rank=self.by_rank, paired=paired)
-        forward = bill_s(machine, forth, self.itemsize)
-        passing = _passing(forth, local) * self.itemsize
-        backward, returning = np.zeros_like(forward), np.zeros_like(forward)
+        """Price moves, as many at once as stay in the cache."""
+        shape = (len(sources), 1 if paired else len(targets))
+        found = np.zeros((4, *shape))
+        step = len(sources) if self.by_rank else max(AT_ONCE // max(shape[1], 1), 1)
+        for start in range(0, len(sources), max(step, 1)):
+            some = slice(start, start + step)
+            beside = targets[some] if paired else targets
+            for place, values in enumerate(self._some(sources[some], beside, paired)):
+                found[place, some] = values
+        return found[0], found[1], found[2], found[3]
+
+    def _some(self, rows: Ints, columns: Ints, paired: bool) -> Iterator[Floats]:
+        machine, size = self.setting.machine, self.itemsize
+        local = self._local[rows][:, None]
+        bills = [self._between.forth(rows, columns, paired=paired)]
         if self.grads:
-            back = summed_back(some, others, node, by_rank=self.by_rank, paired=paired)
-            backward = bill_s(machine, back, self.itemsize)
-            returning = _passing(back, local) * self.itemsize
-        return forward, backward, passing, returning
+            bills.append(self._between.back(rows, columns, paired=paired))
+        nothing = [np.zeros(1)] * (2 - len(bills))
+        yield from (*(bill_s(machine, bill, size) for bill in bills), *nothing)
+        yield from (*(_passing(bill, local) * size for bill in bills), *nothing)
+
+    @cached_property
+    def _local(self) -> Floats:
+        return self.sources.local()
+
+    @cached_property
+    def _between(self) -> Between:
+        return Between(self.sources, self.targets, self.setting.node, by_rank=self.by_rank)
 
 
 def _passing(bill: Bill, local: Floats) -> Floats:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from tilewise.planner.layouts import Bill
+from tilewise.planner.bills import Bill
 from tilewise.planner.machine import Link, Machine
 from tilewise.planner.traffic import Traffic
 
@@ -41,8 +41,15 @@ def bill_s(machine: Machine, bill: Bill, itemsize: int) -> Floats:
     """Return the seconds of moves between layouts."""
     near = link_s(machine.node, bill.near * itemsize, bill.near_messages)
     far = link_s(machine.network, bill.far * itemsize, bill.far_messages)
-    sums = sum_s(machine, bill.summed * itemsize, bill.sharers, bill.span)
-    return near + far + sums
+    seconds = near + far
+    summed = bill.summed > 0
+    if summed.any():
+        size, ranks, span = (
+            np.broadcast_to(one, seconds.shape)[summed]
+            for one in (bill.summed * itemsize, bill.sharers, bill.span)
+        )
+        seconds[summed] += sum_s(machine, size, ranks, span)
+    return seconds
 
 
 def traffic_s(machine: Machine, found: Traffic, itemsize: int) -> float:

@@ -1,0 +1,304 @@
+"""What moving a tensor between any two of many layouts costs the worst rank.
+
+Ranks along the same axis at the same place hold nested blocks under both layouts; where the axes
+stand at different places, some rank has nothing of what it needs. So what the worst rank keeps is
+
+    Π_dims  extent / max(parts)     where all dims that both cut stand alike, else 0
+
+which is exact for divisible extents and degrees, and rounded up to whole rows otherwise. Where
+that is not exact and there are few layouts and ranks, all ranks are looked at instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tilewise.planner.layouts import Layouts
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+AT_ONCE = 1 << 17
+"""How many (pair of layouts, rank)s to look at together."""
+
+
+@dataclass(frozen=True)
+class Bill:
+    """What the worst rank of a move receives, for each pair of layouts; elements and messages.
+
+    `summed` elements take part in a sum over `sharers` ranks instead, which reach over `span`
+    devices.
+    """
+
+    near: Floats
+    far: Floats
+    near_messages: Floats
+    far_messages: Floats
+    summed: Floats
+    sharers: Floats
+    span: Floats
+
+    def turned(self) -> Bill:
+        """Return the same for targets (rows) and sources (columns)."""
+        columns = (getattr(self, name).T for name in self.__dataclass_fields__)
+        return Bill(*columns)
+
+
+class Between:
+    """The moves from each of some layouts (rows) to each of others (columns), and back.
+
+    With `paired` moves go from each row to the column beside it: the bill has one column.
+    """
+
+    def __init__(
+        self, source: Layouts, target: Layouts, node: int, *, by_rank: bool = False
+    ) -> None:
+        self.source, self.target, self.node, self.by_rank = source, target, node, by_rank
+
+    def forth(self, rows: Ints, columns: Ints, *, paired: bool = False) -> Bill:
+        """Bill moves from sources to targets."""
+        if self.by_rank:
+            some, others = self.source.take(rows), self.target.take(columns)
+            return _moved_by_rank(some, others, self.node, paired)
+        return self._forth.bill(rows, columns, paired)
+
+    def back(self, rows: Ints, columns: Ints, *, paired: bool = False) -> Bill:
+        """Bill the way back: gradients of the targets to the sources.
+
+        Where ranks used a block for different results, each of them has a partial sum of its
+        gradient: a rank gets all of them, or where blocks stay where they are, they are summed.
+        """
+        if self.by_rank:
+            some, others = self.source.take(rows), self.target.take(columns)
+            there = _moved_by_rank(others, some, self.node, paired)
+        else:
+            there = self._back.bill(columns, rows, paired)
+        bill = there if paired else there.turned()
+        partial = _columns(self.target.partial[columns], paired)
+        if (partial == 1).all():
+            return bill
+        mine = self._local[rows][:, None]
+        here, beside = self._same
+        sums = (partial > 1) & (here[rows][:, None] == _columns(beside[columns], paired))
+        spread = (partial - 1) * mine + bill.near + bill.far
+        # of the ranks with partial sums, those that stand next to each other share a node
+        after = _columns(self._after[columns], paired)
+        close = np.minimum(partial, np.maximum(self.node // after, 1))
+        near = np.minimum(spread, (close - 1) * mine + bill.near)
+        elsewhere = ~sums
+        return Bill(
+            elsewhere * near,
+            elsewhere * np.maximum(spread - near, 0.0),
+            elsewhere * (bill.near_messages + (close - 1)),
+            elsewhere * (bill.far_messages + (partial - close)),
+            sums * mine,
+            partial.astype(np.float64),
+            (partial * after).astype(np.float64),
+        )
+
+    @cached_property
+    def _forth(self) -> _Way:
+        return _Way(self.source, self.target, self.node)
+
+    @cached_property
+    def _back(self) -> _Way:
+        return _Way(self.target, self.source, self.node)
+
+    @cached_property
+    def _local(self) -> Floats:
+        return self.source.local()
+
+    @cached_property
+    def _after(self) -> Ints:
+        return _after(self.target)
+
+    @cached_property
+    def _same(self) -> tuple[Ints, Ints]:
+        """Numbers of sources and targets, equal where the blocks are."""
+        both = self.source, self.target
+        keys = [np.hstack([one.parts, np.where(one.parts > 1, one.outer, 1)]) for one in both]
+        _, where = _distinct((np.concatenate(keys),))
+        return where[: len(self.source)], where[len(self.source) :]
+
+
+class _Way:
+    """Moves in one direction, for divisible cuts: few cuts of a dim differ, the rest is products.
+
+    For each dim, `_dims` has the cut of each source and target, and tables by these: what a rank
+    has of what it needs, what its node is sure to have, from how many blocks all of it comes, and
+    from how many in its node.
+    """
+
+    def __init__(self, source: Layouts, target: Layouts, node: int) -> None:
+        self.wanted = target.local()
+        self._dims: list[tuple[Ints, Ints, Floats]] = []
+        outside = _outside(source, node)
+        for dim, extent in enumerate(source.shape):
+            mine = (source.parts[:, dim], source.outer[:, dim], outside[:, dim])
+            some, here = _distinct(tuple(column[:, None] for column in mine))
+            theirs = (target.parts[:, dim], target.outer[:, dim])
+            others, there = _distinct(tuple(column[:, None] for column in theirs))
+            parts, place, coarse = (column[:, None] for column in some.T)
+            wants, elsewhere = others[None, :, 0], place != others[None, :, 1]
+            tables = (
+                _kept(parts, wants, elsewhere, extent),
+                _kept(coarse, wants, elsewhere, extent),
+                np.maximum(parts // wants, 1),
+                np.maximum(parts // np.maximum(coarse, wants), 1),
+            )
+            self._dims.append((here, there, np.array(tables, np.float64)))
+
+    def bill(self, rows: Ints, columns: Ints, paired: bool) -> Bill:
+        wanted = _columns(self.wanted[columns], paired)
+        found = np.ones((4, len(rows), 1 if paired else len(columns)))
+        for here, there, tables in self._dims:
+            if paired:
+                factor = tables[:, here[rows], there[columns]][:, :, None]
+            elif len(rows) < len(columns):
+                factor = tables.take(here[rows], 1).take(there[columns], 2)
+            else:
+                factor = tables.take(there[columns], 2).take(here[rows], 1)
+            found *= factor
+        own, held, blocks, near_blocks = found
+        own_blocks = own > 0
+        near_blocks = np.minimum(near_blocks * (held > 0), blocks)
+        none, one = np.zeros((1, 1)), np.ones((1, 1))
+        return Bill(
+            np.maximum(held - own, 0.0),
+            np.maximum(wanted - np.maximum(held, own), 0.0),
+            np.maximum(near_blocks - own_blocks, 0.0),
+            np.maximum(blocks - np.maximum(near_blocks, own_blocks), 0.0),
+            none,
+            one,
+            one,
+        )
+
+
+def _columns(values: NDArray[Any], paired: bool) -> NDArray[Any]:
+    """Stand the targets' values against the sources': across all of them, or beside each."""
+    return values[:, None] if paired else values[None]
+
+
+def _moved_by_rank(source: Layouts, target: Layouts, node: int, paired: bool) -> Bill:
+    """Look at every rank's blocks under both layouts.
+
+    Along one dim few layouts differ, so overlaps are found once for those; the rest is products.
+    """
+    coarse = _outside(source, node)
+    nested = source.blocks() // (source.parts // coarse)[:, None, :]
+    there = _intervals(target.blocks(), target.parts, target.shape)
+    here = _intervals(source.blocks(), source.parts, source.shape)
+    around = _intervals(nested, coarse, source.shape)
+    lines = [
+        _Line(
+            extent, source.parts[:, d], (*(x[d] for x in here), *(x[d] for x in around)),
+            (there[0][d], there[1][d]),
+        )
+        for d, extent in enumerate(source.shape)
+    ]  # fmt: skip
+    every = _boxes(*there)
+    width = 1 if paired else len(target)
+    near, far, near_messages, far_messages = np.zeros((4, len(source), width))
+    step = max(AT_ONCE // max(width * source.ranks, 1), 1)
+    for start in range(0, len(source), step):
+        rows = np.arange(start, min(start + step, len(source)))
+        columns = rows[:, None] if paired else np.arange(width)[None]
+        mine = close = np.ones((1, 1, 1), np.int64)
+        at = [(line.here[rows][:, None], line.there[columns]) for line in lines]
+        for line, pair in zip(lines, at, strict=True):
+            mine, close = mine * line.own[pair], close * line.near[pair]
+        close = np.maximum(close, mine)
+        wanted = every[columns]
+        worst = (wanted - mine + 1e-3 * (wanted - close)).argmax(-1)
+        own, inside, touched = np.ones((3, *worst.shape), np.int64)
+        for line, pair in zip(lines, at, strict=True):
+            own *= line.own[(*pair, worst)]
+            inside *= line.near_count[(*pair, worst)]
+            touched *= line.count[(*pair, worst)]
+        most = every[columns, worst]
+        held = np.take_along_axis(close, worst[..., None], -1)[..., 0]
+        has = own > 0
+        inside = np.maximum(inside, has)
+        near[rows], far[rows] = held - own, most - held
+        near_messages[rows], far_messages[rows] = inside - has, touched - inside
+    ones = np.ones_like(near)
+    return Bill(near, far, near_messages, far_messages, 0.0 * ones, ones, ones)
+
+
+class _Line:
+    """The overlaps along one dim, for every rank, of the cuts that sources and targets make.
+
+    `here` and `there` number the cuts of each source and target. By these numbers and rank, `own`
+    is what a rank has of what it needs, `near` what its node is sure to have, and the counts are
+    from how many blocks that comes and from how many all of it.
+    """
+
+    def __init__(
+        self, extent: int, parts: Ints, source: tuple[Ints, ...], target: tuple[Ints, ...]
+    ) -> None:
+        ranks = source[0].shape[1]
+        rows, self.here = _distinct((*source, parts[:, None]))
+        columns, self.there = _distinct(target)
+        cuts = rows[:, None, -1:]
+        begin, end, first, last = (rows[:, None, k * ranks : (k + 1) * ranks] for k in range(4))
+        low, high = columns[None, :, :ranks], columns[None, :, ranks:]
+        self.own = np.maximum(np.minimum(end, high) - np.maximum(begin, low), 0)
+        first, last = np.maximum(first, low), np.minimum(last, high)
+        self.near = np.maximum(last - first, 0)
+        self.near_count = _touched(first, last, cuts, extent)
+        self.count = _touched(low, high, cuts, extent)
+
+
+def _distinct(columns: tuple[Ints, ...]) -> tuple[Ints, Ints]:
+    """Return each row once, and where each stands."""
+    rows, where = np.unique(np.concatenate(columns, axis=1), axis=0, return_inverse=True)
+    return rows, where.reshape(-1)
+
+
+def _intervals(index: Ints, parts: Ints, shape: tuple[int, ...]) -> tuple[Ints, Ints]:
+    """Return where blocks begin and end, (dims, layouts, ranks)."""
+    extents = np.array(shape, np.int64)
+    cuts = parts[:, None, :]
+    begin, end = index * extents // cuts, (index + 1) * extents // cuts
+    return np.moveaxis(begin, 2, 0).copy(), np.moveaxis(end, 2, 0).copy()
+
+
+def _boxes(begin: Ints, end: Ints) -> Ints:
+    """Return how many elements boxes hold; dims come first."""
+    found = np.ones(begin.shape[1:], np.int64)
+    for dim in range(len(begin)):
+        found *= np.maximum(end[dim] - begin[dim], 0)
+    return found
+
+
+def _touched(begin: Ints, end: Ints, parts: Ints, extent: int) -> Ints:
+    """Return how many blocks of a cut into `parts` the intervals touch."""
+    first = ((begin + 1) * parts - 1) // extent
+    last = (end * parts - 1) // extent
+    return np.asarray(np.where(end > begin, last - first + 1, 0), np.int64)
+
+
+def _kept(parts: Ints, others: Ints, elsewhere: NDArray[np.bool_], extent: int) -> Floats:
+    """Return how many positions of a dim every rank is sure to have of those that it needs."""
+    low, high = np.minimum(parts, others), np.maximum(parts, others)
+    found: Floats = np.ceil(extent / high)
+    found[(low > 1) & (elsewhere | (high % low != 0))] = 0.0
+    return found
+
+
+def _outside(layouts: Layouts, node: int) -> Ints:
+    """Return the parts of each dim that lie in different nodes."""
+    nodes = max(layouts.ranks // node, 1)
+    room = np.maximum(nodes // layouts.outer, 1)
+    return np.asarray(np.gcd(layouts.parts, room), np.int64)
+
+
+def _after(layouts: Layouts) -> Ints:
+    """Return how far apart the ranks stand that share a block: the replicas after them."""
+    last = (layouts.outer * layouts.parts).max(1, initial=1) * layouts.partial
+    return np.asarray(layouts.ranks // np.minimum(last, layouts.ranks), np.int64)
