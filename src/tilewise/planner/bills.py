@@ -43,6 +43,11 @@ class Bill:
     sharers: Floats
     span: Floats
 
+    def at(self, rows: Ints) -> Bill:
+        """Return some rows."""
+        columns = (getattr(self, name) for name in self.__dataclass_fields__)
+        return Bill(*(one if len(one) == 1 else one.take(rows, 0) for one in columns))
+
     def turned(self) -> Bill:
         """Return the same for targets (rows) and sources (columns)."""
         columns = (getattr(self, name).T for name in self.__dataclass_fields__)
@@ -77,7 +82,9 @@ class Between:
             some, others = self.source.take(rows), self.target.take(columns)
             there = _moved_by_rank(others, some, self.node, paired)
         else:
-            there = self._back.bill(columns, rows, paired)
+            few, where = (columns, None) if paired else self.alike(columns)
+            there = self._back.bill(few, rows, paired)
+            there = there if where is None else there.at(where)
         bill = there if paired else there.turned()
         partial = _columns(self.target.partial[columns], paired)
         if (partial == 1).all():
@@ -100,6 +107,11 @@ class Between:
             partial.astype(np.float64),
             (partial * after).astype(np.float64),
         )
+
+    def alike(self, columns: Ints) -> tuple[Ints, Ints]:
+        """Return columns one for each layout of blocks, and where each column's is among them."""
+        _, first, where = np.unique(self._same[1][columns], return_index=True, return_inverse=True)
+        return columns[first], where.reshape(-1)
 
     @cached_property
     def _forth(self) -> _Way:

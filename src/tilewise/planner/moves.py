@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,7 +25,7 @@ Ints = NDArray[np.int64]
 EXACT_WORK = 20_000_000
 """Up to so many (layout pair, rank, dim)s, uneven moves are counted rank by rank."""
 
-AT_ONCE = 1 << 14
+AT_ONCE = 1 << 15
 """How many moves to price at once."""
 
 WHOLE_TABLE = 1 << 20
@@ -47,11 +47,13 @@ class Reader:
     halo: Bools
 
 
-Priced = tuple[Floats, Floats, Floats, Floats]
-"""Of moves: seconds forward and backward, and bytes that are there only while they run."""
+Both = tuple[Floats, Floats]
+"""Something of moves there and back, by source and target."""
 
-Tables = dict[Any, Priced]
-"""All moves of a tensor, by what tells them from others'."""
+Of = Callable[[Bill, Ints], Floats]
+
+Tables = dict[Any, Both]
+"""Something of all moves of a tensor, by what tells them from others'."""
 
 
 class MoveCosts:
@@ -122,7 +124,7 @@ class MoveCosts:
         found.leaves = place.where + len(place.layouts) * (copies & ~kept)
         return found
 
-    @property
+    @cached_property
     def keeps_copies(self) -> bool:
         """Whether any move leaves bytes that are kept."""
         again = any((wants >= len(self.targets)).any() for wants in self.wants)
@@ -132,14 +134,14 @@ class MoveCosts:
         """Return tables of shape (sources, targets)."""
         gone, rows = np.divmod(sources, len(self.sources))
         again, columns = np.divmod(targets, len(self.targets))
-        if len(self.sources) * len(self.targets) > WHOLE_TABLE:
-            forward, backward, _, _ = self._priced(rows, columns, paired=False)
-        else:
-            forward, backward = (table[np.ix_(rows, columns)] for table in self._whole[:2])
+        forward, backward = self._looked_up(self._seconds, rows, columns)
         within = self.setting.step.moves
-        forward, backward = within * forward, within * backward
+        if within != 1.0:
+            forward, backward = within * forward, within * backward
         if again.any():
             backward = backward + again * forward
+        if not self.keeps_copies:
+            return Moves.holding_nothing(forward, backward)
         held = np.where((forward > 0) | (gone[:, None] > 0), self.held[columns], 0.0)
         if again.any():
             source = self._local[rows] * self.itemsize
@@ -149,56 +151,60 @@ class MoveCosts:
             held = np.where(again > 0, source[:, None] + moved_too, held)
         return Moves(forward, backward, held.astype(np.int64))
 
-    def passing(self, sources: Ints, targets: Ints) -> tuple[Floats, Floats]:
+    def passing(self, sources: Ints, targets: Ints) -> Both:
         """Return the bytes that are there only while moves run, forward and backward.
 
         Forward that is the tensor as it lies, backward its gradient when it is home again; and what
         comes and, as much again, what goes.
         """
         rows, columns = sources % len(self.sources), targets % len(self.targets)
-        if len(self.sources) * len(self.targets) > WHOLE_TABLE:
-            return self._priced(rows, columns, paired=False)[2:]
-        there, back = (table[np.ix_(rows, columns)] for table in self._whole[2:])
-        return there, back
-
-    @cached_property
-    def _whole(self) -> Priced:
-        """All moves; tensors that lie and are wanted alike share them."""
-        everything = np.arange(len(self.sources)), np.arange(len(self.targets))
-        key = (self.sources.key, self.targets.key, self.itemsize, self.grads)
-        if key not in self.tables:
-            self.tables[key] = self._priced(*everything, paired=False)
-        return self.tables[key]
+        return self._looked_up(self._passing, rows, columns)
 
     def pairs(self, sources: Ints, targets: Ints) -> Moves:
         """Return the moves from each of some sources to the target beside it."""
         pairs = np.stack([sources, targets], 1)
         some, where = np.unique(pairs, axis=0, return_inverse=True)
-        forward, backward, _, _ = self._priced(some[:, 0], some[:, 1], paired=True)
+        forward, backward = self._each(self._seconds, some[:, 0], some[:, 1], paired=True)
         where = where.reshape(-1)
         return Moves(forward[where, 0], backward[where, 0], np.zeros(len(where), np.int64))
 
-    def _priced(self, sources: Ints, targets: Ints, *, paired: bool) -> Priced:
-        """Price moves, as many at once as stay in the cache."""
-        shape = (len(sources), 1 if paired else len(targets))
-        found = np.zeros((4, *shape))
-        step = len(sources) if self.by_rank else max(AT_ONCE // max(shape[1], 1), 1)
-        for start in range(0, len(sources), max(step, 1)):
-            some = slice(start, start + step)
-            beside = targets[some] if paired else targets
-            for place, values in enumerate(self._some(sources[some], beside, paired)):
-                found[place, some] = values
-        return found[0], found[1], found[2], found[3]
+    def _looked_up(self, of: Of, rows: Ints, columns: Ints) -> Both:
+        """Return something of moves; tensors that lie and are wanted alike share small tables."""
+        if len(self.sources) * len(self.targets) > WHOLE_TABLE:
+            return self._each(of, rows, columns)
+        key = (of.__name__, self.sources.key, self.targets.key, self.itemsize, self.grads)
+        if key not in self.tables:
+            everything = np.arange(len(self.sources)), np.arange(len(self.targets))
+            self.tables[key] = self._each(of, *everything)
+        there, back = (table[np.ix_(rows, columns)] for table in self.tables[key])
+        return there, back
 
-    def _some(self, rows: Ints, columns: Ints, paired: bool) -> Iterator[Floats]:
-        machine, size = self.setting.machine, self.itemsize
-        local = self._local[rows][:, None]
-        bills = [self._between.forth(rows, columns, paired=paired)]
-        if self.grads:
-            bills.append(self._between.back(rows, columns, paired=paired))
-        nothing = [np.zeros(1)] * (2 - len(bills))
-        yield from (*(bill_s(machine, bill, size) for bill in bills), *nothing)
-        yield from (*(_passing(bill, local) * size for bill in bills), *nothing)
+    def _each(self, of: Of, rows: Ints, columns: Ints, *, paired: bool = False) -> Both:
+        """Find something of moves there and back, of as many at once as stay in the cache."""
+        there, back = np.zeros((2, len(rows), 1 if paired else len(columns)))
+        step = max(len(rows) if self.by_rank else AT_ONCE // max(there.shape[1], 1), 1)
+        # those that differ only in who sums their gradients cost the same on the way there
+        few, where = columns, None
+        if not paired and not self.by_rank:
+            few, where = self._between.alike(columns)
+        for start in range(0, len(rows), step):
+            some = slice(start, start + step)
+            beside = columns[some] if paired else few
+            found = of(self._between.forth(rows[some], beside, paired=paired), rows[some])
+            there[some] = found if where is None else found.take(where, 1)
+            if self.grads:
+                beside = columns[some] if paired else columns
+                back[some] = of(self._between.back(rows[some], beside, paired=paired), rows[some])
+        return there, back
+
+    def _seconds(self, bill: Bill, rows: Ints) -> Floats:
+        return bill_s(self.setting.machine, bill, self.itemsize)
+
+    def _passing(self, bill: Bill, rows: Ints) -> Floats:
+        """Return the bytes that are there while a tensor moves, its own among them."""
+        travels = bill.near + bill.far + bill.summed
+        own = self._local[rows][:, None]
+        return np.where(travels > 0, own + 2 * travels, 0.0) * self.itemsize
 
     @cached_property
     def _local(self) -> Floats:
@@ -207,9 +213,3 @@ class MoveCosts:
     @cached_property
     def _between(self) -> Between:
         return Between(self.sources, self.targets, self.setting.node, by_rank=self.by_rank)
-
-
-def _passing(bill: Bill, local: Floats) -> Floats:
-    """Return the elements that are there while a tensor moves, of which a rank has `local`."""
-    travels = bill.near + bill.far + bill.summed
-    return np.where(travels > 0, local + 2 * travels, 0.0)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from types import EllipsisType
 
 import numpy as np
 
 from tilewise.planner.solve.problem import Floats, Ints, MoveCost, Moves, Problem
 from tilewise.planner.solve.weights import Weights
+
+MOVE_BYTES = 24
+"""What to know about a move takes: its seconds forward and backward, and both weighted."""
+MEMORY_SHARE = 3
+"""Which part of this machine's memory moves may take."""
 
 
 @dataclass(slots=True)
@@ -80,6 +85,14 @@ class Live:
             scores = [score[mask] for score, mask in zip(scores, masks)]
         if all(len(c) for c in self.candidates):
             self._connect(list(self.tables), scores)
+
+    def grow(self) -> None:
+        """Know about more moves from the next time on: all of them, if memory allows."""
+        sizes = [len(table.sources) * len(table.targets) for table in self.tables]
+        most = memory_bytes() // MEMORY_SHARE // MOVE_BYTES
+        self.entries *= 4
+        while self.entries < max(sizes) and sum(min(k, 2 * self.entries) for k in sizes) <= most:
+            self.entries *= 2
 
     def lean(self, places: Sequence[int], part: float) -> None:
         """Let those pay for a shared tensor's moves who move it in an assignment that is too cheap.
@@ -172,6 +185,11 @@ class Live:
         return Moves(np.where(apart, np.inf, 0.0), zero, zero.astype(np.int64))
 
 
+def memory_bytes() -> int:
+    """Return the memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _shares(users: Floats, targets: Ints, before: Table | None) -> Floats:
     """Share each target's moves among those that may want it, as `before` if that is known."""
     if before is None:
@@ -205,28 +223,17 @@ def _moves(cost: MoveCost, sources: Ints, targets: Ints, before: Table | None) -
     if before is None:
         return cost(sources, targets)
     known_sources, known_targets = before.sources[before.rows], before.targets[before.columns]
-    rows, columns = _common(sources, known_sources), _common(targets, known_targets)
-    old = np.ix_(
+    rows = np.isin(sources, known_sources, assume_unique=True)
+    columns = np.isin(targets, known_targets, assume_unique=True)
+    old = before.moves.at(
         np.searchsorted(known_sources, sources[rows]),
         np.searchsorted(known_targets, targets[columns]),
     )
-    new_rows = np.setdiff1d(np.arange(len(sources)), rows)
-    new_columns = np.setdiff1d(np.arange(len(targets)), columns)
-    shape = (len(sources), len(targets))
-    moves = Moves(np.empty(shape), np.empty(shape), np.empty(shape, np.int64))
-    _put(moves, np.ix_(rows, columns), before.moves, old)
-    if len(new_rows):
-        _put(moves, np.ix_(new_rows, np.arange(len(targets))), cost(sources[new_rows], targets))
-    if len(new_columns) and len(rows):
-        found = cost(sources[rows], targets[new_columns])
-        _put(moves, np.ix_(rows, new_columns), found)
-    return moves
-
-
-def _put(
-    moves: Moves, where: tuple[Ints, ...], found: Moves, part: tuple[Ints, ...] | EllipsisType = ...
-) -> None:
-    """Write what was found, or a part of it, to its place."""
-    moves.forward[where] = found.forward[part]
-    moves.backward[where] = found.backward[part]
-    moves.held[where] = found.held[part]
+    # known labels first, and then all in order: whole blocks are copied faster than scattered ones
+    across = np.argsort(~columns, kind="stable")
+    if not columns.all():
+        old = old.beside(cost(sources[rows], targets[~columns]))
+    if not rows.all():
+        old = old.above(cost(sources[~rows], targets[across]))
+    down = np.argsort(~rows, kind="stable")
+    return old.at(np.argsort(down), np.argsort(across))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -86,6 +87,36 @@ class Moves:
     forward: Floats
     backward: Floats
     held: Ints
+
+    @classmethod
+    def holding_nothing(cls, forward: Floats, backward: Floats) -> Moves:
+        """Return moves that keep no bytes, and need no memory to say so."""
+        return cls(forward, backward, np.broadcast_to(np.int64(0), forward.shape))
+
+    def at(self, rows: Ints, columns: Ints) -> Moves:
+        """Return some rows and columns."""
+        return self._of(lambda table: _at(_at(table, rows, 0), columns, 1))
+
+    def beside(self, other: Moves) -> Moves:
+        """Return two blocks of the same rows as one."""
+        return self._of(lambda mine, theirs: np.concatenate((mine, theirs), 1), other)
+
+    def above(self, other: Moves) -> Moves:
+        """Return two blocks of the same columns as one."""
+        return self._of(lambda mine, theirs: np.concatenate((mine, theirs)), other)
+
+    def _of(self, function: Callable[..., Any], *others: Moves) -> Moves:
+        several = (self, *others)
+        forward = function(*(one.forward for one in several))
+        backward = function(*(one.backward for one in several))
+        if all(one.held.strides == (0, 0) for one in several):
+            return Moves.holding_nothing(forward, backward)
+        return Moves(forward, backward, function(*(one.held for one in several)))
+
+
+def _at(table: Any, places: Ints, axis: int) -> Any:
+    every = len(places) == table.shape[axis] and (places[:-1] < places[1:]).all()
+    return table if every else table.take(places, axis)
 
 
 MoveCost = Callable[[Ints, Ints], Moves]

@@ -200,7 +200,7 @@ class Solver:
             if idle < self._patience():
                 continue
             if not self._live.whole:
-                self._live.entries *= 4
+                self._live.grow()
                 self._keep([np.ones(k, bool) for k in self._live.sizes])
             elif not self._search(self.width) and not self.ended:
                 if self.width >= WIDEST:
