@@ -70,7 +70,7 @@ def check(mesh: Mesh, case: Case) -> None:
     ways = Ways(forward, data, weight, case.get("y_last", False))
     with (
         mock.patch.object(conv_run, "worth_tuning", return_value=True),
-        mock.patch.object(conv_run, "choose", return_value=ways),
+        mock.patch.object(conv_run, "choose", return_value=(ways, ways)),
     ):
         assert_matches_serial(
             mesh,

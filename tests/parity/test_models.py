@@ -73,9 +73,9 @@ def check_any_ways(mesh: Mesh, name: str, graph: Graph, plan: Plan, seed: int) -
     """Let every convolution do its local work in ways drawn at random, formats mixed."""
     draw = random.Random(seed)
 
-    def choose(*_: Any) -> Ways:
+    def choose(*_: Any) -> tuple[Ways, Ways]:
         forward, data, weight = (Way(draw.random() < 0.5, draw.random() < 0.5) for _ in range(3))
-        return Ways(forward, data, weight, draw.random() < 0.5)
+        return (Ways(forward, data, weight, draw.random() < 0.5),) * 2
 
     with (
         mock.patch.object(conv_run, "worth_tuning", return_value=True),

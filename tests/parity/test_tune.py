@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from tilewise import Degrees, Mesh, parallelize
-from tilewise.ops import tune
+from tilewise.comm.formats import formatted, is_last
+from tilewise.ops import conv_run, tune
 from tilewise.ops.conv_local import LocalConv, Way, Ways
 from tilewise.ops.conv_spec import ConvSpec
 from tilewise.testing import ranks
@@ -61,8 +62,8 @@ def _grad(parameter: Tensor) -> Tensor:
 def _chosen(model: Any) -> Ways | None:
     (run,) = model.runs._runs.values()
     (stretch,) = run.executable.stretches[:1]
-    found: list[Ways] = list(stretch[0].run.fused.chosen.values())
-    return found[0] if found else None
+    found: list[tuple[Ways, Ways]] = list(stretch[0].run.fused.chosen.values())
+    return found[0][True] if found else None
 
 
 def test_measured_once_and_chosen_alike(tmp_path: Path) -> None:
@@ -130,6 +131,44 @@ def change_format(mesh: Mesh, folder: str) -> None:
 
 def test_ranks_stay_together_when_the_memory_format_changes(tmp_path: Path) -> None:
     ranks(2, change_format, str(tmp_path))
+
+
+def formats_of_gradients(mesh: Mesh) -> list[bool]:
+    """Return whether gradients come with channels innermost, for slabs that do not and do."""
+    torch.manual_seed(0)
+    conv, seen = nn.Conv2d(8, 8, 3, padding=1), list[bool]()
+    x = torch.randn(2, 8, 12, 10)
+    for last in (False, True):
+        way, other = Way(patch=False, last=last), Way(patch=False, last=not last)
+        ways = Ways(way, other, other, last)
+        model = parallelize(conv, x, "h2", mesh=mesh)
+        slab = formatted(model.scatter(x), last=last).requires_grad_()
+        inside = slab.clone()
+        inside.register_hook(lambda grad: seen.append(is_last(grad)))
+        with (
+            mock.patch.object(conv_run, "worth_tuning", return_value=True),
+            mock.patch.object(conv_run, "choose", return_value=(ways, ways)),
+        ):
+            model(inside).square().sum().backward()
+    return seen
+
+
+def test_a_gradient_lies_as_its_slab_does_whatever_the_way() -> None:
+    assert ranks(2, formats_of_gradients) == [[False, True]] * 2
+
+
+def test_ways_are_chosen_with_what_changing_formats_takes() -> None:
+    """Channels innermost are faster for both gradients, if dy is changed once for the two."""
+    plain, last = tune.WAYS.index(Way(False, False)), tune.WAYS.index(Way(False, True))
+    phases = [[2.0] * len(tune.WAYS) for _ in range(3)]
+    for phase in phases[1:]:
+        phase[last] = 1.4
+    for change, chosen in ((0.7, tune.WAYS[last]), (1.3, tune.WAYS[plain])):
+        times = [*phases[0], *phases[1], *phases[2], change]
+        found = tune._best(times, last=False, data=True)
+        assert found == Ways(tune.WAYS[plain], chosen, chosen, last=False)
+        alone = tune._best(times, last=False, data=False)  # 1.4 and a change are more than 2
+        assert alone.weight == tune.WAYS[plain]
 
 
 def test_onednn_stays_switched_off_where_the_user_did_so() -> None:

@@ -13,11 +13,11 @@ from tilewise.graph.graph import Node, Value
 from tilewise.graph.held import at_rest
 from tilewise.graph.labels import labels
 from tilewise.graph.rule import REGISTRY, Lowered, Site
-from tilewise.layout import Cover, Degrees, Layout, Move
+from tilewise.layout import PARTIAL, REPLICA, Cover, Degrees, Layout, Move
 from tilewise.ops.draws import Draws
 from tilewise.plan import Layer
 from tilewise.planner.bills import Between
-from tilewise.planner.candidates import candidates
+from tilewise.planner.candidates import all_degrees, candidates
 from tilewise.planner.forms import Form
 from tilewise.planner.layouts import Layouts
 from tilewise.planner.places import chooses, letter_roles
@@ -100,6 +100,31 @@ def test_moves_between_all_layouts(devices: int, shape: tuple[int, ...], text: s
             assert bill.near_messages[a, b] + bill.far_messages[a, b] == messages.max()
         pair = between.forth(np.array([a]), np.array([b]), paired=True)
         assert pair.far[0, 0] == bill.far[a, b]
+
+
+def test_gradients_come_back_from_ranks_that_share_blocks() -> None:
+    """Of all pairs at once, of each by itself, and of those whose blocks stay where they are."""
+    table, roles = all_degrees(16), letter_roles("nchw") | {"d": REPLICA}
+    here, _ = Layouts.of_degrees((16, 64, 16, 16), 16, table, roles).distinct()
+    there, _ = Layouts.of_degrees((16, 64, 16, 16), 16, table, roles | {"f": PARTIAL}).distinct()
+    assert (there.partial > 1).any()
+    between = Between(here, there, 4)
+    rows, columns = np.arange(len(here)), np.arange(len(there))
+    bill = between.back(rows, columns, alike=between.alike(columns))
+    plain = between.back(rows, columns)
+    home = Between(there, here, 4).forth(columns, rows)
+    rng = random.Random(1)
+    for _ in range(300):
+        a, b = rng.randrange(len(here)), rng.randrange(len(there))
+        pair = between.back(np.array([a]), np.array([b]), paired=True)
+        for name in ("near", "far", "near_messages", "far_messages", "summed"):
+            one = np.broadcast_to(getattr(bill, name), bill.near.shape)[a, b]
+            assert one == getattr(pair, name).item() == getattr(plain, name)[a, b]
+        if there.partial[b] == 1:
+            assert bill.near[a, b] + bill.far[a, b] == home.near[b, a] + home.far[b, a]
+        elif not bill.summed[a, b]:
+            mine, own = here.local()[a], here.local()[a] - home.near[b, a] - home.far[b, a]
+            assert bill.near[a, b] + bill.far[a, b] == there.partial[b] * mine - own
 
 
 def _layer(shape: tuple[int, ...], text: str) -> Layer:

@@ -51,6 +51,8 @@ def test_the_frontier_agrees_with_limited_searches(found: Found) -> None:
         )
         assert limited.step_seconds <= point.step_seconds * (1 + 1e-9)
         assert limited.step_seconds >= point.step_seconds * (1 - 1e-3)
+    with pytest.raises(PlanError, match=r"points \(=1\) of a frontier"):
+        found.frontier(1)
 
 
 def test_a_plan_for_one_device_is_not_split() -> None:

@@ -51,7 +51,7 @@ def head(mesh: Mesh, device: torch.device) -> str:
 
 
 def worth_measuring(calls: Sequence[SplitCall]) -> list[int]:
-    """Leave out long calls under splits that are predicted to be hopeless; return the others."""
+    """Leave out long calls under hopeless splits, by prediction; return the others' places."""
     best: dict[str, float] = {}
     for one in calls:
         best[one.call] = min(best.get(one.call, inf), one.predicted_s)

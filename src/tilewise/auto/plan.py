@@ -33,7 +33,14 @@ from tilewise.plan import Plan
 from tilewise.planner.calls import SplitCall
 from tilewise.planner.cost import Setting
 from tilewise.planner.formulate import formulate
-from tilewise.planner.machine import LOCAL, Machine, MachineError, load_machine, local_path
+from tilewise.planner.machine import (
+    LOCAL,
+    CallTime,
+    Machine,
+    MachineError,
+    load_machine,
+    local_path,
+)
 from tilewise.planner.search import Found, search
 from tilewise.planner.solve import InfeasibleError
 from tilewise.planner.whole import Parts, fit_step
@@ -195,14 +202,16 @@ def auto_search(
     machine = with_rates((yield from local_machine(mesh, backend)), dtype)
     itemsize = getattr(torch, dtype).itemsize
     setting = Setting(machine, mesh.size, dtype, itemsize, optimizer)
+    known, tried = dict[str, CallTime](), list[int]()
     for _ in range(PASSES):
         calls = list(formulate(graph, setting, with_calls=True).calls.values())
         # ranks on other hosts may have kept other times, but all measure the same calls
-        places = json.loads(told(mesh, partial(_worth, calls)))
-        listed = [calls[place] for place in places]
+        places = json.loads(told(mesh, partial(_worth, calls, tried)))
+        listed, tried = [calls[place] for place in places], [*tried, *places]
         measuring = time_calls(mesh, listed, labels(graph.training), device, backend)
         times = yield from said(mesh, measuring)
-        machine = machine.model_copy(update={"call_times": times})
+        known |= {one.call: one for one in times}
+        machine = machine.model_copy(update={"call_times": tuple(known.values())})
         setting = replace(setting, machine=machine)
     found: list[Found] = []
 
@@ -226,8 +235,8 @@ def auto_search(
     return min(found, key=lambda one: one.step_seconds, default=None)
 
 
-def _worth(calls: list[SplitCall]) -> str:
-    return json.dumps(worth_measuring(calls))
+def _worth(calls: list[SplitCall], tried: list[int]) -> str:
+    return json.dumps([place for place in worth_measuring(calls) if place not in tried])
 
 
 def unmeasured(

@@ -38,7 +38,7 @@ def formatted(tensor: Tensor, *, last: bool) -> Tensor:
 
 
 def fill(target: Tensor, source: Tensor) -> None:
-    """Copy values between memory formats.
+    """Copy values between memory formats, outside of autograd.
 
     On the CPU torch does so element by element; a sample as a transposed matrix it copies in
     blocks, in half of the time.

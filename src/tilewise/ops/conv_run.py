@@ -53,11 +53,11 @@ class ConvRun:
         self.local = replace(local, halo=halo)
         self.work = work
         self.quiet = bring is None and finish is None and prod(local.out) > 0
-        self.chosen: dict[Any, Ways] = {}
+        self.chosen: dict[Any, tuple[Ways, Ways]] = {}
 
     def __call__(self, x: Tensor, weight: Tensor, *bias: Tensor, chain: Chain | None) -> Tensor:
         x, weight, *bias = _as_autocast_would(x, weight, *bias)  # type: ignore[assignment]
-        ways = self.ways(x, weight)
+        ways = self.ways(x, weight, data=x.requires_grad)
         if self.quiet and ways == Ways.plainly(is_last(x)):
             return self._natively(x, weight, *bias)
         token = None if self.quiet else token_of(chain, x, weight, *bias)
@@ -74,8 +74,10 @@ class ConvRun:
             spec.dilation, local.groups,
         )  # fmt: skip
 
-    def ways(self, x: Tensor, weight: Tensor) -> Ways:
+    def ways(self, x: Tensor, weight: Tensor, *, data: bool = True) -> Ways:
         """Return how to do the local work; the first call of a kind finds out.
+
+        `data` is whether the gradient of x is wanted.
 
         The kind is what all ranks have in common: a memory format shows on some slabs only.
         """
@@ -84,7 +86,7 @@ class ConvRun:
         kind = (x.dtype, x.device.type)
         if kind not in self.chosen:
             self.chosen[kind] = choose(self.local, self.mesh, self._brought(x.detach()), weight)
-        return self.chosen[kind]
+        return self.chosen[kind][data]
 
     def _brought(self, x: Tensor) -> Tensor:
         """Return x, or where all of it has to be brought first, zeros in place of that."""

@@ -24,6 +24,7 @@ from tilewise.ops.kept import folder, load, machine_name, store
 
 WORTH = 2e7  # multiplications below which no choice pays for its measuring
 GAIN = 0.97  # what a way must beat to be worth leaving the plain one
+MEASURED = 2  # a number of what is measured; times that are kept under another are not used
 ROUNDS = 5
 BEHIND = 1.3  # how many times the fastest way's time one may take to be measured again
 LONG = 0.2  # seconds after which two measurements are enough
@@ -42,44 +43,50 @@ def worth_tuning(work: float, x: Tensor) -> bool:
     return tuning() and work >= WORTH and x.dim() > 3 and x.dtype is torch.float32
 
 
-def choose(conv: LocalConv, mesh: Mesh, x: Tensor, weight: Tensor) -> Ways:
+def choose(conv: LocalConv, mesh: Mesh, x: Tensor, weight: Tensor) -> tuple[Ways, Ways]:
     """Return the fastest ways for a convolution; all ranks ask together.
+
+    The first are those where no gradient of x is wanted, the second where one is.
 
     Communication: one small all-reduce.
     """
     *totals, lasts = mesh.total([*_known(conv, x, weight), float(is_last(x))], layer="tuning")
-    return _best(totals, lasts > 0)
+    return _best(totals, lasts > 0, data=False), _best(totals, lasts > 0, data=True)
 
 
-def _best(times: list[float], last: bool) -> Ways:
+def _best(times: list[float], last: bool, *, data: bool) -> Ways:
     """Return the fastest ways that hand over a result in this memory format: that of x.
 
     In another one it may come sooner, but what reads it then mixes formats: ResNet-50 took a
     fifth longer when each convolution chose.
     """
     *phases, change = times
-    forward, data, weight = (
+    forward, to_data, to_weight = (
         dict(zip(WAYS, phases[at : at + len(WAYS)])) for at in range(0, len(phases), len(WAYS))
     )
+
+    if not data:
+        to_data = dict.fromkeys(WAYS, 0.0)
 
     def changing(*ways: Way) -> float:
         return change * len({way.last for way in ways} - {last})
 
     forth: Times = {(way,): forward[way] + changing(way) for way in WAYS}
     back: Times = {  # both take dy, in one format or in two
-        (one, other): data[one] + weight[other] + changing(one, other)
+        (one, other): to_data[one] + to_weight[other] + changing(one, other)
         for one in WAYS
         for other in WAYS
     }
-    (there,), (to_data, to_weight) = _clearest(forth, last), _clearest(back, last)
-    return Ways(there, to_data, to_weight, last)
+    (there,), (first, second) = _clearest(forth, last), _clearest(back, last)
+    return Ways(there, first, second, last)
 
 
 def _clearest(seconds: Times, last: bool) -> tuple[Way, ...]:
-    """Return the fastest ways if they are clearly faster than the plain ones, else those."""
-    plain = tuple(Way(patch=False, last=last) for _ in next(iter(seconds)))
-    fastest = min(seconds, key=seconds.__getitem__)
-    return fastest if seconds[fastest] < GAIN * seconds[plain] else plain
+    """Return the fastest ways, but plain ones as far as these are hardly slower."""
+    plain = Way(patch=False, last=last)
+    enough = min(seconds.values()) / GAIN
+    near = [ways for ways, taken in seconds.items() if taken <= enough]
+    return min(near, key=lambda ways: (sum(way != plain for way in ways), seconds[ways]))
 
 
 def tuning() -> bool:
@@ -108,10 +115,10 @@ def _key(conv: LocalConv, x: Tensor, weight: Tensor) -> str:
     halo = conv.halo
     return json.dumps(
         [
-            machine_name(), torch.__version__, torch.get_num_threads(), x.device.type, str(x.dtype),
-            is_last(x), list(x.shape), list(weight.shape), list(conv.out), list(conv.padding),
-            list(conv.spec.stride), list(conv.spec.dilation), conv.groups, _onednn(),
-            None if halo is None else [str(box) for box in halo.boxes],
+            MEASURED, machine_name(), torch.__version__, torch.get_num_threads(), x.device.type,
+            str(x.dtype), is_last(x), list(x.shape), list(weight.shape), list(conv.out),
+            list(conv.padding), list(conv.spec.stride), list(conv.spec.dilation), conv.groups,
+            _onednn(), None if halo is None else [str(box) for box in halo.boxes],
         ]
     )  # fmt: skip
 

@@ -46,7 +46,8 @@ class Bill:
     def at(self, rows: Ints) -> Bill:
         """Return some rows."""
         columns = (getattr(self, name) for name in self.__dataclass_fields__)
-        return Bill(*(one if len(one) == 1 else one.take(rows, 0) for one in columns))
+        every = len(self.near)
+        return Bill(*(one.take(rows, 0) if len(one) == every else one for one in columns))
 
     def turned(self) -> Bill:
         """Return the same for targets (rows) and sources (columns)."""
@@ -72,8 +73,18 @@ class Between:
             return _moved_by_rank(some, others, self.node, paired)
         return self._forth.bill(rows, columns, paired)
 
-    def back(self, rows: Ints, columns: Ints, *, paired: bool = False) -> Bill:
+    def back(
+        self,
+        rows: Ints,
+        columns: Ints,
+        *,
+        paired: bool = False,
+        alike: tuple[Ints, Ints] | None = None,
+    ) -> Bill:
         """Bill the way back: gradients of the targets to the sources.
+
+        `alike` is what is known of the columns, if it is not to be found again for each of many
+        blocks of rows.
 
         Where ranks used a block for different results, each of them has a partial sum of its
         gradient: a rank gets all of them, or where blocks stay where they are, they are summed.
@@ -82,7 +93,7 @@ class Between:
             some, others = self.source.take(rows), self.target.take(columns)
             there = _moved_by_rank(others, some, self.node, paired)
         else:
-            few, where = (columns, None) if paired else self.alike(columns)
+            few, where = (columns, None) if alike is None else alike
             there = self._back.bill(few, rows, paired)
             there = there if where is None else there.at(where)
         bill = there if paired else there.turned()
@@ -139,7 +150,7 @@ class Between:
 
 
 class _Way:
-    """Moves in one direction, for divisible cuts: few cuts of a dim differ, the rest is products.
+    """Moves in one direction: few cuts of a dim differ, the rest is products.
 
     For each dim, `_dims` has the cut of each source and target, and tables by these: what a rank
     has of what it needs, what its node is sure to have, from how many blocks all of it comes, and

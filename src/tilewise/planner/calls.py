@@ -27,7 +27,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SplitCall:
-    """A call with its split; `predicted_s` is what it takes by the model of the machine.
+    """A call with its split; `predicted_s` is what it takes as far as is known.
 
     `call` is the same for all splits of it.
     """

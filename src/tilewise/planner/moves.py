@@ -184,17 +184,16 @@ class MoveCosts:
         there, back = np.zeros((2, len(rows), 1 if paired else len(columns)))
         step = max(len(rows) if self.by_rank else AT_ONCE // max(there.shape[1], 1), 1)
         # those that differ only in who sums their gradients cost the same on the way there
-        few, where = columns, None
-        if not paired and not self.by_rank:
-            few, where = self._between.alike(columns)
+        alike = None if paired or self.by_rank else self._between.alike(columns)
         for start in range(0, len(rows), step):
             some = slice(start, start + step)
-            beside = columns[some] if paired else few
-            found = of(self._between.forth(rows[some], beside, paired=paired), rows[some])
-            there[some] = found if where is None else found.take(where, 1)
+            beside = columns[some] if paired else columns
+            few = beside if alike is None else alike[0]
+            found = of(self._between.forth(rows[some], few, paired=paired), rows[some])
+            there[some] = found if alike is None else found.take(alike[1], 1)
             if self.grads:
-                beside = columns[some] if paired else columns
-                back[some] = of(self._between.back(rows[some], beside, paired=paired), rows[some])
+                bill = self._between.back(rows[some], beside, paired=paired, alike=alike)
+                back[some] = of(bill, rows[some])
         return there, back
 
     def _seconds(self, bill: Bill, rows: Ints) -> Floats:

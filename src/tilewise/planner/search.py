@@ -163,6 +163,8 @@ class Found:
 
     def frontier(self, points: int = 8) -> list[Priced]:
         """Return plans from the least memory to the fastest, each faster than the one before."""
+        if points < 2:
+            raise PlanError(f"plan: points (={points}) of a frontier must be at least 2")
         problem = self.formulation.problem
         found = frontier(self.formulation, self.free, points, time_limit=self.time_limit)
         return undominated([self._priced(c, evaluate(problem, c)) for c in found])

@@ -52,8 +52,8 @@ def sensitivity(
 ) -> Iterator[Tried]:
     """Yield, for each rate and share, what the choice loses there; `changed` counts layers.
 
-    Rates change no bytes: what limited the search of this plan limits that of the best one there,
-    which is a mean of moments, so that its peak may still be above the limit.
+    Rates change no bytes: the moments that were limited for this plan are limited for the best one
+    there. At others its peak may still be above the limit.
     """
     choice, cap = limited.solution.choice, limited.cap
     share_of_time = time_limit / (len(RATES) * len(SHARES))

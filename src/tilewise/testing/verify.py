@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from tilewise.auto import read_plan
 from tilewise.comm import Exchange, Mesh
 from tilewise.comm.pool import exhausted
+from tilewise.errors import CaptureError
 from tilewise.graph import Graph, ParallelModel, capture, full_state_dict
 from tilewise.layout import Axis, Layout
 from tilewise.plan import Plan
@@ -166,8 +167,14 @@ class _Serial:
 def draw_targets(model: nn.Module, inputs: Sequence[Tensor], loss: str) -> tuple[Tensor, ...]:
     """Draw targets for every output of the model."""
     mode = model.training
-    with torch.no_grad():
-        outputs = copy.deepcopy(model)(*inputs)
+    try:
+        with torch.no_grad():
+            outputs = copy.deepcopy(model)(*inputs)
+    except (RuntimeError, ValueError, IndexError) as error:
+        shapes = [tuple(one.shape) for one in inputs]
+        raise CaptureError(
+            f"model: {type(model).__name__} cannot be run on inputs {shapes}: {error}"
+        ) from error
     model.train(mode)
     generator = torch.Generator().manual_seed(17)
     found = []

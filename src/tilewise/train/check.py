@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,6 +15,7 @@ from tilewise.graph import as_plan, capture
 from tilewise.graph.captured import Graph
 from tilewise.graph.lower import Planned, plan_program
 from tilewise.graph.steps import output_layouts
+from tilewise.host import memory_bytes
 from tilewise.ops.draws import Draws
 from tilewise.plan import Plan
 from tilewise.planner.cost import Setting
@@ -30,8 +29,6 @@ from tilewise.train.losses import loss_function
 from tilewise.train.optimizer import planned_as
 from tilewise.train.progress import check_stop
 from tilewise.train.recipe import Recipe
-
-CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True)
@@ -155,8 +152,4 @@ def _limit(recipe: Recipe, ranks: int) -> int:
     """Return the recipe's memory, or a rank's share of this machine's."""
     if recipe.memory is not None:
         return parse_bytes(recipe.memory)
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if CGROUP.is_file():
-        text = CGROUP.read_text().strip()
-        total = min(total, int(text)) if text.isdigit() else total
-    return total // ranks
+    return memory_bytes() // ranks

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
+from tilewise.host import memory_bytes
 from tilewise.planner.solve.problem import Floats, Ints, MoveCost, Moves, Problem
 from tilewise.planner.solve.weights import Weights
 
-MOVE_BYTES = 24
-"""What to know about a move takes: its seconds forward and backward, and both weighted."""
-MEMORY_SHARE = 3
-"""Which part of this machine's memory moves may take."""
+MOVE_BYTES, HELD_BYTES = 24, 8
+"""To know a move: seconds forward, backward and weighted; what it holds, if any does."""
+MOVE_S = 1e-7
+"""How long it takes to price a move, about."""
+SHARE = 0.5
+"""Which part of this machine's memory, or of the time that is left, moves may take."""
 
 
 @dataclass(slots=True)
@@ -86,13 +89,19 @@ class Live:
         if all(len(c) for c in self.candidates):
             self._connect(list(self.tables), scores)
 
-    def grow(self) -> None:
-        """Know about more moves from the next time on: all of them, if memory allows."""
+    def grow(self, deadline: float) -> bool:
+        """Know about more moves from the next time on: all of them, if memory and time allow.
+
+        Returns whether there will be more.
+        """
         sizes = [len(table.sources) * len(table.targets) for table in self.tables]
-        most = memory_bytes() // MEMORY_SHARE // MOVE_BYTES
-        self.entries *= 4
+        holds = any(table.moves.held.strides != (0, 0) for table in self.tables)
+        room = memory_bytes() / (MOVE_BYTES + HELD_BYTES * holds)
+        most = SHARE * min(room, (deadline - time.monotonic()) / MOVE_S)
+        before = self.entries
         while self.entries < max(sizes) and sum(min(k, 2 * self.entries) for k in sizes) <= most:
             self.entries *= 2
+        return self.entries > before
 
     def lean(self, places: Sequence[int], part: float) -> None:
         """Let those pay for a shared tensor's moves who move it in an assignment that is too cheap.
@@ -183,11 +192,6 @@ class Live:
         apart = first[:, None] != second[None, :]
         zero = np.zeros(apart.shape)
         return Moves(np.where(apart, np.inf, 0.0), zero, zero.astype(np.int64))
-
-
-def memory_bytes() -> int:
-    """Return the memory of this machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _shares(users: Floats, targets: Ints, before: Table | None) -> Floats:

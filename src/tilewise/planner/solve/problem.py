@@ -82,7 +82,10 @@ class Consumer:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """What moves cost: tables by (source label, target label)."""
+    """What moves cost: tables by (source label, target label).
+
+    Tables may be shared with others, and must not be written to.
+    """
 
     forward: Floats
     backward: Floats
@@ -109,7 +112,7 @@ class Moves:
         several = (self, *others)
         forward = function(*(one.forward for one in several))
         backward = function(*(one.backward for one in several))
-        if all(one.held.strides == (0, 0) for one in several):
+        if all(one.held.strides == (0, 0) and not one.held[:1, :1].any() for one in several):
             return Moves.holding_nothing(forward, backward)
         return Moves(forward, backward, function(*(one.held for one in several)))
 

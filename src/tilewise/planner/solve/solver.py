@@ -200,7 +200,8 @@ class Solver:
             if idle < self._patience():
                 continue
             if not self._live.whole:
-                self._live.grow()
+                if not self._live.grow(self.deadline):
+                    break
                 self._keep([np.ones(k, bool) for k in self._live.sizes])
             elif not self._search(self.width) and not self.ended:
                 if self.width >= WIDEST:
@@ -311,9 +312,11 @@ class Solver:
         """Bound all candidates; return also the places of a good assignment."""
         relaxation = self._relaxation
         if self._live.whole:
-            terms = Terms(relaxation, relaxation.weights)
-            self._exact = terms.order.work <= WORK
-            if self._exact:
+            # with so many moves there is more work than that, and no memory for it
+            small = sum(table.moves.forward.size for table in self._live.tables) <= WORK
+            terms = Terms(relaxation, relaxation.weights) if small else None
+            self._exact = terms is not None and terms.order.work <= WORK
+            if terms is not None and self._exact:
                 self.statistics["exact"] += 1
                 found = terms.eliminate(self.deadline)
                 best = found.best()
