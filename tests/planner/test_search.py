@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from plans import graph_of
 from tilewise import Plan, capture, models, search
 from tilewise.errors import PlanError
-from tilewise.planner.baselines import NAMES
+from tilewise.planner.baselines import NAMES, seconds_of
 from tilewise.planner.machine import load_machine
 from tilewise.planner.search import Found, parse_bytes
 from tilewise.planner.sensitivity import RATES, scaled
+from tilewise.planner.solve import evaluate
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +37,15 @@ def test_the_best_uniform_plan_is_the_best_of_all(found: Found) -> None:
     plans = [Plan.uniform(graph, d) for d in ("n4", "n2 h2", "h4", "h2 w2", "c4", "f4", "n2 c2")]
     best = min(found.price(plan).step_seconds for plan in plans)
     assert found.baselines["uniform"].step_seconds <= best * (1 + 1e-9)
+
+
+def test_many_choices_are_priced_as_one_by_one() -> None:
+    """With layers computed again too, and tensors that several read."""
+    again = search(graph_of("joined"), devices=4, machine="lassen", recompute=True).formulation
+    draw = np.random.default_rng(0)
+    choices = np.stack([draw.integers(size, size=60) for size in again.problem.choices], 1)
+    expected = [evaluate(again.problem, tuple(choice)).seconds for choice in choices.tolist()]
+    assert np.allclose(seconds_of(again, choices), expected, rtol=1e-12)
 
 
 def test_the_frontier_agrees_with_limited_searches(found: Found) -> None:

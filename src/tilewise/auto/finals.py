@@ -54,9 +54,12 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def uniform_plans(found: Found) -> dict[str, Plan]:
     """Return the plans that give all layers the same degrees where they can have them."""
     every = all_degrees(found.devices)
+    known = {letter for layer in found.formulation.graph.layers for letter in layer.extents}
     plans = {}
     for row in every[(every.prod(1) == found.devices) | (every.prod(1) == 1)]:
         degrees = Degrees(*map(int, row))
+        if any(size > 1 and letter not in known for letter, size in degrees.items()):
+            continue  # no layer has that to cut
         plans[str(degrees)] = found.formulation.plan(found.formulation.nearest(degrees))
     return plans
 

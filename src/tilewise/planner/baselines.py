@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from tilewise.planner.candidates import all_degrees
 from tilewise.planner.formulate import Formulation
+from tilewise.planner.layouts import distinct_rows
 from tilewise.planner.solve import Cost, evaluate
 from tilewise.planner.timeline import peak_bytes
 
@@ -52,43 +53,49 @@ def baselines(found: Formulation, cap: int) -> dict[str, tuple[Choice, Cost]]:
 def _best(found: Formulation, choices: Ints, cap: int) -> tuple[Choice, Cost] | None:
     """Return the fastest choice whose peak fits; where none of those looked at does, a small one.
 
-    The layers' own costs bound a choice from below, so most are never evaluated. After LOOK that do
-    not fit, only those are looked at that should by what their layers hold.
+    After LOOK that do not fit, only those are looked at that should by what their layers hold.
     """
     variables = found.problem.variables
-    choices = np.unique(choices, axis=0)
-
-    def total(name: str) -> NDArray[np.float64]:
-        columns = [getattr(v, name)[choices[:, i]] for i, v in enumerate(variables)]
-        return np.asarray(np.sum(columns, axis=0), np.float64)
-
-    bound = total("forward") + np.maximum(total("backward"), total("sync"))
+    choices = choices[distinct_rows(choices)[0]]
     burst = np.max([v.burst[choices[:, i]] for i, v in enumerate(variables)], axis=0)
-    least = total("held")[:, 0] + burst
-    order = np.argsort(bound, kind="stable")
-    best: tuple[Choice, Cost] | None = None
+    held = np.sum([v.held[choices[:, i], 0] for i, v in enumerate(variables)], axis=0)
     smallest: tuple[int, Choice, Cost] | None = None
     misses = 0
-    for index in order.tolist():
-        if best is not None and bound[index] >= best[1].seconds:
-            break
-        if misses >= LOOK and least[index] > cap:
+    for index in np.argsort(seconds_of(found, choices), kind="stable").tolist():
+        if misses >= LOOK and held[index] + burst[index] > cap:
             continue
         choice = tuple(int(k) for k in choices[index])
         try:
             cost = evaluate(found.problem, choice)
         except ValueError:  # layers that share a parameter would be cut differently
             continue
-        if best is not None and cost.seconds >= best[1].seconds:
-            continue
         peak = peak_bytes(found, choice)
         if peak <= cap:
-            best = choice, cost
-            continue
+            return choice, cost
         misses += 1
         if smallest is None or peak < smallest[0]:
             smallest = peak, choice, cost
-    return best if best is not None or smallest is None else smallest[1:]
+    return None if smallest is None else smallest[1:]
+
+
+def seconds_of(found: Formulation, choices: Ints) -> NDArray[np.float64]:
+    """Return the seconds of many choices at once, as `evaluate` does for one."""
+    parts = [
+        [getattr(v, name)[choices[:, i]] for i, v in enumerate(found.problem.variables)]
+        for name in ("forward", "backward", "sync")
+    ]
+    forward, backward, sync = (np.sum(part, axis=0) for part in parts)
+    moves = found.moves.values()
+    for transfer, costs in zip(found.problem.transfers, moves, strict=True):
+        leaves = transfer.leaves[choices[:, transfer.source]]
+        seen: list[Ints] = []
+        for consumer in transfer.consumers:
+            wants = consumer.wants[choices[:, consumer.variable]]
+            there, back = costs.beside(leaves, wants)
+            new = np.all([wants != other for other in seen] or [True], axis=0)
+            forward, backward = forward + new * there, backward + new * back
+            seen.append(wants)
+    return np.asarray(forward + np.maximum(backward, sync))
 
 
 def _fitted(found: Formulation, wanted: Ints) -> Ints:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tilewise.planner.layouts import Layouts
+from tilewise.planner.layouts import Layouts, distinct_rows
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -279,8 +279,9 @@ class _Line:
 
 def _distinct(columns: tuple[Ints, ...]) -> tuple[Ints, Ints]:
     """Return each row once, and where each stands."""
-    rows, where = np.unique(np.concatenate(columns, axis=1), axis=0, return_inverse=True)
-    return rows, where.reshape(-1)
+    table = np.concatenate(columns, axis=1)
+    first, where = distinct_rows(table)
+    return table[first], where
 
 
 def _intervals(index: Ints, parts: Ints, shape: tuple[int, ...]) -> tuple[Ints, Ints]:

@@ -26,6 +26,7 @@ from tilewise.graph.rule import REGISTRY, Lowered, Site
 from tilewise.layout import PARTIAL, REPLICA, Cover, Degrees, Layout
 from tilewise.ops.draws import Draws
 from tilewise.planner.candidates import LETTERS
+from tilewise.planner.layouts import distinct_rows
 from tilewise.planner.traffic import coords, overlap_matrix
 
 Floats = NDArray[np.float64]
@@ -151,10 +152,9 @@ class Form:
             "cf": table[:, 4:],
         }  # fmt: skip
         for group, columns in pairs.items():
-            values, where = np.unique(columns, axis=0, return_inverse=True)
-            self.at[group] = where.reshape(-1)
+            first, self.at[group] = distinct_rows(columns)
             self.answers[group] = [
-                self._ask(Degrees(**dict(zip(group, map(int, row))))) for row in values
+                self._ask(Degrees(**dict(zip(group, map(int, row))))) for row in columns[first]
             ]
 
     def _ask(self, degrees: Degrees) -> Answer:

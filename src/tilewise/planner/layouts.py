@@ -118,8 +118,8 @@ class Layouts:
         if self.index is not None:
             columns.append(self.index.reshape(len(self), -1))
         keys = np.concatenate(columns, axis=1)
-        _, first, where = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-        return self.take(first), where.reshape(-1)
+        first, where = distinct_rows(keys)
+        return self.take(first), where
 
     @staticmethod
     def joined(several: Sequence[Layouts]) -> Layouts:
@@ -163,6 +163,24 @@ class Layouts:
     def local(self) -> Floats:
         """Return the elements that the fullest rank holds under each layout."""
         return np.asarray(np.ceil(np.array(self.shape) / self.parts).prod(1), np.float64)
+
+
+def distinct_rows(table: Ints) -> tuple[Ints, Ints]:
+    """Return where each different row stands first, in order of rows, and which one each row is.
+
+    numpy compares whole rows, which takes many times as long as numbers that stand for them.
+    """
+    number = np.zeros(len(table), np.int64)
+    count = 1
+    for column in table.T:
+        values, where = np.unique(column, return_inverse=True)
+        if count * max(len(values), 1) >= 1 << 62:
+            number = np.unique(number, return_inverse=True)[1].reshape(-1)
+            count = int(number.max(initial=0)) + 1
+        number = number * len(values) + where.reshape(-1)
+        count *= max(len(values), 1)
+    _, first, where = np.unique(number, return_index=True, return_inverse=True)
+    return first, where.reshape(-1)
 
 
 def _scattered(layout: Layout) -> bool:

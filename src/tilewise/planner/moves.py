@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tilewise.graph.graph import Node, Value
 from tilewise.planner.bills import Between, Bill
 from tilewise.planner.cost import Setting
-from tilewise.planner.layouts import Layouts
+from tilewise.planner.layouts import Layouts, distinct_rows
 from tilewise.planner.places import Place
 from tilewise.planner.price import bill_s
 from tilewise.planner.solve import Moves
@@ -160,12 +160,18 @@ class MoveCosts:
         rows, columns = sources % len(self.sources), targets % len(self.targets)
         return self._looked_up(self._passing, rows, columns)
 
+    def beside(self, sources: Ints, targets: Ints) -> Both:
+        """Return the seconds there and back from each of some sources to the target beside it."""
+        again, columns = np.divmod(targets, len(self.targets))
+        moves, within = self.pairs(sources % len(self.sources), columns), self.setting.step.moves
+        forward = within * moves.forward
+        return forward, within * moves.backward + again * forward
+
     def pairs(self, sources: Ints, targets: Ints) -> Moves:
-        """Return the moves from each of some sources to the target beside it."""
-        pairs = np.stack([sources, targets], 1)
-        some, where = np.unique(pairs, axis=0, return_inverse=True)
-        forward, backward = self._each(self._seconds, some[:, 0], some[:, 1], paired=True)
-        where = where.reshape(-1)
+        """Return the moves from each of some rows to the row beside it, by themselves."""
+        first, where = distinct_rows(np.stack([sources, targets], 1))
+        some, others = sources[first], targets[first]
+        forward, backward = self._each(self._seconds, some, others, paired=True)
         return Moves(forward[where, 0], backward[where, 0], np.zeros(len(where), np.int64))
 
     def _looked_up(self, of: Of, rows: Ints, columns: Ints) -> Both:

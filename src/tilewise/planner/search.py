@@ -89,11 +89,19 @@ class Found:
     def _solve(self, hints: Sequence[tuple[int, ...]]) -> Limited:
         """Find the fastest plan whose peak fits: the fastest of all, if that one does."""
         problem, deadline = self.formulation.problem, time.monotonic() + self.time_limit
-        self.free = free = solve(problem, time_limit=self.time_limit / 2, hints=hints)
-        self.short = peak_bytes(self.formulation, free.choice) > self.memory_bytes
+        fitting: list[tuple[int, ...]] = []
+
+        def fits(choice: tuple[int, ...]) -> bool:
+            if peak_bytes(self.formulation, choice) <= self.memory_bytes:
+                fitting.append(choice)
+                return True
+            return False
+
+        self.free = free = solve(problem, time_limit=self.time_limit, hints=hints, worth=fits)
+        self.short = not fits(free.choice)
         if not self.short:
             return Limited(free, problem)
-        return Within(self.formulation, self.memory_bytes, free, deadline).run(hints)
+        return Within(self.formulation, self.memory_bytes, free, deadline).run([*hints, *fitting])
 
     @property
     def step_seconds(self) -> float:

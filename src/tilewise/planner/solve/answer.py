@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tilewise.errors import PlanError
 from tilewise.planner.solve.memory import InfeasibleError, holders, least_memory
@@ -17,6 +17,7 @@ def solve(
     *,
     time_limit: float = 60.0,
     hints: Sequence[Sequence[int]] = (),
+    worth: Callable[[tuple[int, ...]], bool] | None = None,
 ) -> Solution:
     """Return the fastest assignment that needs at most `cap` bytes, or the best found in time.
 
@@ -25,12 +26,16 @@ def solve(
         cap: the most memory; None is no limit.
         time_limit: seconds after which to return the best so far with its gap.
         hints: assignments to start from.
+        worth: says of the best assignment when half of the time is over whether to use the rest.
 
     Raises:
         InfeasibleError: no assignment fits, or none was found.
         PlanError: no assignment keeps all ties.
     """
-    solver = Solver(problem, cap, time.monotonic() + time_limit)
+    began = time.monotonic()
+    solver = Solver(problem, cap, began + time_limit)
+    if worth is not None:
+        solver.deadline = began + time_limit / 2
     problem = solver.problem
     solver.start(hints)
     least = None
@@ -41,6 +46,9 @@ def solve(
                 raise InfeasibleError(cap, least, holders(problem, least.choice))
             solver.descend(least.choice)
     solver.solve()
+    if worth is not None and not solver.closed and solver.best is not None and worth(solver.best):
+        solver.deadline = began + time_limit
+        solver.solve()
     solution = solver.solution()
     if solution is not None:
         return solution

@@ -17,8 +17,8 @@ MOVE_BYTES, HELD_BYTES = 24, 8
 """To know a move: seconds forward, backward and weighted; what it holds, if any does."""
 MOVE_S = 1e-7
 """How long it takes to price a move, about."""
-SHARE = 0.5
-"""Which part of this machine's memory, or of the time that is left, moves may take."""
+MEMORY, TIME = 0.5, 0.75
+"""Which part of this machine's memory, and of the time that is left, moves may take."""
 
 
 @dataclass(slots=True)
@@ -96,8 +96,8 @@ class Live:
         """
         sizes = [len(table.sources) * len(table.targets) for table in self.tables]
         holds = any(table.moves.held.strides != (0, 0) for table in self.tables)
-        room = memory_bytes() / (MOVE_BYTES + HELD_BYTES * holds)
-        most = SHARE * min(room, (deadline - time.monotonic()) / MOVE_S)
+        room = MEMORY * memory_bytes() / (MOVE_BYTES + HELD_BYTES * holds)
+        most = min(room, TIME * (deadline - time.monotonic()) / MOVE_S)
         before = self.entries
         while self.entries < max(sizes) and sum(min(k, 2 * self.entries) for k in sizes) <= most:
             self.entries *= 2

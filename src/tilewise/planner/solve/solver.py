@@ -71,7 +71,8 @@ class Solver:
     Args:
         problem: what to solve.
         cap: the most memory; None is no limit.
-        deadline: when to stop, by the monotonic clock.
+        deadline: when to stop, by the monotonic clock. To set an earlier one and a later one again
+            is to look in between; large steps are taken as if there were no earlier one.
         limit: seconds.
         judge: says whether an assignment is allowed, beyond what the problem knows of it, or None:
             it is not, and the problem should know why before it is solved. Then solving ends.
@@ -91,7 +92,7 @@ class Solver:
         self.began = time.monotonic()
         self.problem = problem = know(problem)
         self.cap = cap
-        self.deadline = deadline
+        self.deadline = self._end = deadline
         self.limit = limit
         self.best: tuple[int, ...] | None = None
         self.cost: Cost | None = None
@@ -200,7 +201,7 @@ class Solver:
             if idle < self._patience():
                 continue
             if not self._live.whole:
-                if not self._live.grow(self.deadline):
+                if not self._live.grow(max(self._end, self.deadline)):
                     break
                 self._keep([np.ones(k, bool) for k in self._live.sizes])
             elif not self._search(self.width) and not self.ended:
