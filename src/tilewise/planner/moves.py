@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -52,8 +52,11 @@ Both = tuple[Floats, Floats]
 
 Of = Callable[[Bill, Ints], Floats]
 
-Tables = dict[Any, Both]
-"""Something of all moves of a tensor, by what tells them from others'."""
+Found = dict[str, Both]
+"""Things of moves by what they are."""
+
+Tables = dict[Any, Found]
+"""Things of all moves of a tensor, by what tells them from others'."""
 
 
 class MoveCosts:
@@ -163,44 +166,61 @@ class MoveCosts:
     def beside(self, sources: Ints, targets: Ints) -> Both:
         """Return the seconds there and back from each of some sources to the target beside it."""
         again, columns = np.divmod(targets, len(self.targets))
-        moves, within = self.pairs(sources % len(self.sources), columns), self.setting.step.moves
-        forward = within * moves.forward
-        return forward, within * moves.backward + again * forward
+        rows, within, table = sources % len(self.sources), self.setting.step.moves, self._table
+        if table is None:
+            moves = self.pairs(rows, columns)
+            forward, backward = moves.forward, moves.backward
+        else:
+            forward, backward = (one[rows, columns] for one in table["_seconds"])
+        return within * forward, within * (backward + again * forward)
 
     def pairs(self, sources: Ints, targets: Ints) -> Moves:
         """Return the moves from each of some rows to the row beside it, by themselves."""
         first, where = distinct_rows(np.stack([sources, targets], 1))
         some, others = sources[first], targets[first]
-        forward, backward = self._each(self._seconds, some, others, paired=True)
+        (forward, backward), *_ = self._each([self._seconds], some, others, paired=True).values()
         return Moves(forward[where, 0], backward[where, 0], np.zeros(len(where), np.int64))
 
     def _looked_up(self, of: Of, rows: Ints, columns: Ints) -> Both:
-        """Return something of moves; tensors that lie and are wanted alike share small tables."""
-        if len(self.sources) * len(self.targets) > WHOLE_TABLE:
-            return self._each(of, rows, columns)
-        key = (of.__name__, self.sources.key, self.targets.key, self.itemsize, self.grads)
-        if key not in self.tables:
-            everything = np.arange(len(self.sources)), np.arange(len(self.targets))
-            self.tables[key] = self._each(of, *everything)
-        there, back = (table[np.ix_(rows, columns)] for table in self.tables[key])
+        """Return something of moves from some rows to some columns."""
+        if self._table is None:
+            return self._each([of], rows, columns)[of.__name__]
+        there, back = (one[np.ix_(rows, columns)] for one in self._table[of.__name__])
         return there, back
 
-    def _each(self, of: Of, rows: Ints, columns: Ints, *, paired: bool = False) -> Both:
-        """Find something of moves there and back, of as many at once as stay in the cache."""
-        there, back = np.zeros((2, len(rows), 1 if paired else len(columns)))
-        step = max(len(rows) if self.by_rank else AT_ONCE // max(there.shape[1], 1), 1)
+    @cached_property
+    def _table(self) -> Found | None:
+        """What is known of all moves, if they are few; tensors that are alike share it."""
+        if len(self.sources) * len(self.targets) > WHOLE_TABLE:
+            return None
+        key = (self.sources.key, self.targets.key, self.itemsize, self.grads)
+        if key not in self.tables:
+            everything = np.arange(len(self.sources)), np.arange(len(self.targets))
+            self.tables[key] = self._each([self._seconds, self._passing], *everything)
+        return self.tables[key]
+
+    def _each(
+        self, several: Sequence[Of], rows: Ints, columns: Ints, *, paired: bool = False
+    ) -> Found:
+        """Find things of moves there and back, of as many at once as stay in the cache."""
+        shape = (2, len(rows), 1 if paired else len(columns))
+        found = {of.__name__: np.zeros(shape) for of in several}
+        step = max(len(rows) if self.by_rank else AT_ONCE // max(shape[-1], 1), 1)
         # those that differ only in who sums their gradients cost the same on the way there
         alike = None if paired or self.by_rank else self._between.alike(columns)
         for start in range(0, len(rows), step):
             some = slice(start, start + step)
             beside = columns[some] if paired else columns
             few = beside if alike is None else alike[0]
-            found = of(self._between.forth(rows[some], few, paired=paired), rows[some])
-            there[some] = found if alike is None else found.take(alike[1], 1)
+            forth = self._between.forth(rows[some], few, paired=paired)
+            for of in several:
+                values = of(forth, rows[some])
+                found[of.__name__][0, some] = values if alike is None else values.take(alike[1], 1)
             if self.grads:
-                bill = self._between.back(rows[some], beside, paired=paired, alike=alike)
-                back[some] = of(bill, rows[some])
-        return there, back
+                back = self._between.back(rows[some], beside, paired=paired, alike=alike)
+                for of in several:
+                    found[of.__name__][1, some] = of(back, rows[some])
+        return {name: (there, back) for name, (there, back) in found.items()}
 
     def _seconds(self, bill: Bill, rows: Ints) -> Floats:
         return bill_s(self.setting.machine, bill, self.itemsize)
