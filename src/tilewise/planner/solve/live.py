@@ -13,8 +13,8 @@ from tilewise.host import memory_bytes
 from tilewise.planner.solve.problem import Floats, Ints, MoveCost, Moves, Problem
 from tilewise.planner.solve.weights import Weights
 
-MOVE_BYTES, HELD_BYTES = 24, 8
-"""To know a move: seconds forward, backward and weighted; what it holds, if any does."""
+MOVE_BYTES, HELD_BYTES = 32, 8
+"""To know a move: seconds forward, backward, weighted and in between; what it holds, if any."""
 MOVE_S = 1e-7
 """How long it takes to price a move, about."""
 MEMORY, TIME = 0.5, 0.75
