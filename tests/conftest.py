@@ -4,6 +4,11 @@ import sys
 import tempfile
 
 import pytest
+from hypothesis import settings
+
+# No test depends on how long something takes.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 # What tests measure of this machine under load is not for later runs.

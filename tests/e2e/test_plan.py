@@ -14,6 +14,7 @@ import pytest
 from scripts import finish
 from tilewise import Plan
 from tilewise.cli import main
+from tilewise.layout import Degrees
 
 KEYS = {
     "step_seconds", "peak_bytes", "optimal", "gap", "solve_seconds", "devices", "machine",
@@ -22,6 +23,7 @@ KEYS = {
 ROW = {"name", "kind", "degrees", "compute_s", "halo_s", "exchange_s", "sync_s", "bytes",
        "recompute"}  # fmt: skip
 BASELINES = {"data", "spatial", "model", "owt", "uniform"}
+OTHERS = (("other", "conv1", "n2"), ("wide", "features.0", "n4"), ("deep", "features.0", "d2"))
 SMALL = ["alexnet", "--arg", "width=0.25", "--input", "8x3x96x96"]
 
 
@@ -95,6 +97,20 @@ def _check_network(about: dict[str, Any]) -> None:
                 assert way["step_seconds"] <= way["alone_seconds"] * (1 + 1e-8)
 
 
+def test_tables_are_whole_on_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    words = [*SMALL, "--devices", "4", "--machine", "lassen", "--explain", "features.3"]
+    words += ["--sensitivity", "--time-limit", "5"]
+    assert finish(shlex.join(["tilewise", "plan", *words]), monkeypatch) == 0
+    shown = capsys.readouterr().out.partition("each way to split it")[2]
+    for text in ("exchange", "decides", "memory_bandwidth_bytes_per_s"):
+        assert text in shown
+    assert "…" not in shown
+    assert all(len(line) <= 80 for line in shown.splitlines())
+
+
 def calls_degrees(about: dict[str, Any]) -> dict[str, str]:
     return {row["name"]: row["degrees"] for row in about["layers"]}
 
@@ -106,6 +122,15 @@ def calls_degrees(about: dict[str, Any]) -> dict[str, str]:
         (["--machine", "lassen", "--memory", "lots"], 2, "must be a size"),
         (["--machine", "lassen", "--pin", "features.0"], 2, "must be layer=degrees"),
         (["--machine", "lassen", "--diff", "none.json"], 2, "there is no file none.json"),
+        (["--machine", "lassen", "--diff", "other.json"], 2, "names 'conv1', which is not a layer"),
+        (["--machine", "lassen", "--diff", "wide.json"], 2, "must divide the number of ranks (=2)"),
+        (["--machine", "lassen", "--diff", "deep.json"], 2, "--diff: plan: features.0 cannot be"),
+        (["--machine", "lassen", "-o", "."], 2, "-o: . is a folder"),
+        (
+            ["--machine", "lassen", "--pin", "features.0=n2", "--pin", "features.0=h2"],
+            2,
+            "--pin: features.0 is fixed as 'n2' and as 'h2'",
+        ),
         (["--machine", "lassen", "--memory", "1KB"], 1, "is too small"),
     ],
 )
@@ -113,9 +138,13 @@ def test_bad_input_is_one_line(
     options: list[str],
     code: int,
     message: str,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, layer, degrees in OTHERS:
+        Plan({layer: Degrees.parse(degrees)}).save(f"{name}.json")
     monkeypatch.setattr(sys, "argv", ["tilewise", "plan", *SMALL, "--devices", "2", *options])
     with pytest.raises(SystemExit) as caught:
         main()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import astuple
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drawing import WORLDS, degrees, layouts, many
+from fixed_ways import fixed_ways
 from tilewise.comm import Chain, Mesh
 from tilewise.errors import LayoutError, OperatorError
 from tilewise.layout import Axis, Degrees, Layout, Window
-from tilewise.ops import conv_run
 from tilewise.ops.conv import ConvSpec, conv
 from tilewise.ops.conv_local import Way, Ways
 from tilewise.ops.tune import WAYS
@@ -68,10 +67,7 @@ def check(mesh: Mesh, case: Case) -> None:
     ]
     forward, data, weight = (Way(*way) for way in case.get("ways", [(False, False)] * 3))
     ways = Ways(forward, data, weight, case.get("y_last", False))
-    with (
-        mock.patch.object(conv_run, "worth_tuning", return_value=True),
-        mock.patch.object(conv_run, "choose", return_value=(ways, ways)),
-    ):
+    with fixed_ways(ways):
         assert_matches_serial(
             mesh,
             operation,

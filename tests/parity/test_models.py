@@ -10,15 +10,14 @@ from __future__ import annotations
 import random
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from drawing import THOROUGH
+from fixed_ways import fixed_ways
 from tilewise import Degrees, Graph, Mesh, Plan, capture, models
-from tilewise.ops import conv_run
 from tilewise.ops.conv_local import Way, Ways
 from tilewise.testing import ranks
 from tilewise.testing.verify import LOSSES, Result, draw_targets, verify
@@ -73,14 +72,11 @@ def check_any_ways(mesh: Mesh, name: str, graph: Graph, plan: Plan, seed: int) -
     """Let every convolution do its local work in ways drawn at random, formats mixed."""
     draw = random.Random(seed)
 
-    def choose(*_: Any) -> tuple[Ways, Ways]:
+    def some() -> Ways:
         forward, data, weight = (Way(draw.random() < 0.5, draw.random() < 0.5) for _ in range(3))
-        return (Ways(forward, data, weight, draw.random() < 0.5),) * 2
+        return Ways(forward, data, weight, draw.random() < 0.5)
 
-    with (
-        mock.patch.object(conv_run, "worth_tuning", return_value=True),
-        mock.patch.object(conv_run, "choose", choose),
-    ):
+    with fixed_ways(some, innermost_s=draw.choice([0.5, 1.0])):
         return check(mesh, name, graph, plan, 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tilewise.errors import OperatorError
 from tilewise.layout import Axes, Cover, Layout
 from tilewise.ops.adaptive import adaptive_pool
 from tilewise.ops.operation import Operation
-from tilewise.ops.pool import PoolSpec, pool
+from tilewise.ops.pool import PoolSpec, _Average, pool
 from tilewise.testing import assert_matches_serial, ranks
 
 MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
@@ -325,3 +326,25 @@ def test_adaptive_errors() -> None:
         adaptive_pool(x, "avg", (1,), rank=0, layer="head")
     with pytest.raises(OperatorError, match=r"head: input .* must not be empty in space"):
         adaptive_pool(Layout((2, 3, 0, 9), x.axes), "avg", (1, 1), rank=0, layer="head")
+
+
+@given(st.data())
+@many(60)
+def test_volumes_with_channels_innermost_average_as_torch_does(data: st.DataObject) -> None:
+    def each(low: int, high: int) -> list[int]:
+        return [data.draw(st.integers(low, high)) for _ in range(3)]
+
+    kernel, stride = each(1, 4), each(1, 5)
+    padding = [data.draw(st.integers(0, width // 2)) for width in kernel]
+    extents = [data.draw(st.integers(width, width + 6)) for width in kernel]
+    divisor = data.draw(st.sampled_from([None, 3]))
+    x = torch.randn(2, 3, *extents, dtype=torch.float64)
+    found = x.contiguous(memory_format=torch.channels_last_3d).requires_grad_()
+    expected = x.detach().clone().requires_grad_()
+    y = _Average.apply(found, kernel, stride, padding, 1 / (divisor or prod(kernel)))
+    truth = F.avg_pool3d(expected, kernel, stride, padding, divisor_override=divisor)
+    seed = torch.randn_like(truth)
+    y.backward(seed)
+    truth.backward(seed)
+    torch.testing.assert_close(y, truth)
+    torch.testing.assert_close(found.grad, expected.grad)

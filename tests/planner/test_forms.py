@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from math import prod
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+import tilewise as tw
 from plans import graph_of
 from tilewise.graph.graph import Node, Value
 from tilewise.graph.held import at_rest
@@ -18,8 +22,8 @@ from tilewise.ops.draws import Draws
 from tilewise.plan import Layer
 from tilewise.planner.bills import Between
 from tilewise.planner.candidates import all_degrees, candidates
-from tilewise.planner.forms import Form
-from tilewise.planner.layouts import Layouts
+from tilewise.planner.forms import GROUPS, Form, Known
+from tilewise.planner.layouts import Layouts, distinct_rows, smallest
 from tilewise.planner.places import chooses, letter_roles
 from tilewise.planner.traffic import Traffic, traffic
 
@@ -40,11 +44,12 @@ def test_products_over_letters_are_what_rules_say(name: str, devices: int) -> No
     graph = graph_of(name)
     named = labels(graph.training)
     rng = random.Random(devices)
+    known = Known()
     for layer, node in zip(graph.layers, graph.training.nodes):
         if not chooses(node, layer):
             continue
         some = candidates(layer, devices)
-        form = Form(node, named, some.table, devices, {})
+        form = Form(node, named, some.table, devices, known)
         for row in rng.sample(range(len(some)), min(6, len(some))):
             lowered = lower(node, named, some.degrees(row), devices)
             operation = lowered.operation
@@ -61,6 +66,52 @@ def test_products_over_letters_are_what_rules_say(name: str, devices: int) -> No
                 give, out = operation.gives[i], Cover.of(operation.outs[i])
                 same(form, row, ("finish", i, value), traffic(Move(give, out), 1))
                 same(form, row, ("finish_back", i, value), traffic(Move(out, give), 1))
+
+
+class Widths(nn.Module):
+    """Convolutions, poolings and concatenations of several widths, some of which share answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = ((12, 24), (24, 36), (36, 60), (60, 26), (86, 24))
+        self.convs = nn.ModuleList(nn.Conv2d(c, f, 3, padding=1) for c, f in widths)
+        self.grouped = nn.Conv2d(24, 24, 3, padding=1, groups=2)
+        self.pool = nn.MaxPool2d(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, third, fourth, last = self.convs
+        x = second(self.pool(first(x)))
+        y = third(x)
+        z = last(torch.cat([fourth(y), y], 1))
+        return self.pool(torch.cat([self.grouped(z), x, y], 1))
+
+
+@pytest.mark.parametrize("devices", [4, 6])
+def test_calls_that_share_answers_would_give_the_same(devices: int) -> None:
+    """What calls of other widths were told is what they are told, to the last bit."""
+    with torch.device("meta"):
+        graph = tw.capture(Widths(), torch.empty(6, 12, 14, 10))
+    named, known = labels(graph.training), Known()
+    for layer, node in zip(graph.layers, graph.training.nodes):
+        table = candidates(layer, devices).table
+        shared = Form(node, named, table, devices, known)
+        own = Form(node, named, table, devices, Known())
+        for index, value in enumerate(own.operands):
+            assert (shared.share("need", index) == own.share("need", index)).all()
+            assert shared.roles(index) == own.roles(index)
+            if not value.held:
+                identical(shared, own, ("bring", "bring_back"), index)
+        assert (shared.share("give", 0) == own.share("give", 0)).all()
+        identical(shared, own, ("finish", "finish_back"), 0)
+    assert len(known.columns) < len(graph.layers)
+
+
+def identical(form: Form, other: Form, names: Sequence[str], index: int) -> None:
+    for name in names:
+        one, two = form.swap(name, index, 1), other.swap(name, index, 1)
+        assert (one.received == two.received).all()
+        assert (one.total == two.total).all()
+        assert all((one.parts[group] == two.parts[group]).all() for group in GROUPS)
 
 
 def same(form: Form, row: int, which: tuple[str, int, Value], found: Traffic) -> None:
@@ -130,3 +181,43 @@ def test_gradients_come_back_from_ranks_that_share_blocks() -> None:
 def _layer(shape: tuple[int, ...], text: str) -> Layer:
     extents = dict(zip(text, shape))
     return Layer("x", "relu", shape, extents | {"f": extents["c"], "cf": extents["c"]})
+
+
+@pytest.mark.parametrize(("shape", "text"), [((12, 24, 7, 10), "nchw"), ((6, 5, 36), "nch")])
+def test_moves_of_a_larger_tensor_are_those_of_a_smaller_one(
+    shape: tuple[int, ...], text: str
+) -> None:
+    """Extents that all cuts divide only scale what is moved."""
+    devices = 6
+    table = all_degrees(devices)
+    table = table[(table[:, 1] == 1) & (table[:, 5] == 1)]
+    roles = letter_roles(text)
+    here = Layouts.of_degrees(shape, devices, table, roles).distinct()[0]
+    there = Layouts.of_degrees(shape, devices, table, roles | {"h": PARTIAL}).distinct()[0]
+    fewer, others, scale = smallest(here, there)
+    assert scale > 1
+    assert prod(fewer.shape) * scale == prod(shape)
+    large, small = (Between(*both, 2, by_rank=True) for both in ((here, there), (fewer, others)))
+    ways = ((large.every_forth[0], small.every_forth[0]), (large.every_back, small.every_back))
+    for one, other in ways:
+        for name in ("near", "far", "summed"):
+            assert (getattr(one, name) == scale * getattr(other, name)).all()
+        for name in ("near_messages", "far_messages", "sharers", "span"):
+            assert (getattr(one, name) == getattr(other, name)).all()
+    rows, columns = np.arange(len(here)), np.arange(len(there))
+    alone, (shared, where) = large.forth(rows, columns), large.every_forth
+    assert where is not None
+    assert (alone.near == shared.near[:, where]).all()
+    assert (large.back(rows, columns).far == large.every_back.far).all()
+
+
+def test_rows_are_told_apart_whatever_their_numbers() -> None:
+    rng = np.random.default_rng(0)
+    for wide in (3, 1 << 20, 1 << 40):
+        table = rng.integers(-wide, wide, (4, 7))[rng.integers(0, 4, 50)]
+        rows, first, where = np.unique(table, axis=0, return_index=True, return_inverse=True)
+        found = distinct_rows(table)
+        assert (table[found[0]] == rows).all()
+        assert (found[0] == first).all()
+        assert (found[1] == where.reshape(-1)).all()
+    assert not len(distinct_rows(np.zeros((0, 3), np.int64))[0])

@@ -20,6 +20,7 @@ from tilewise.planner.payload import Payload
 from tilewise.planner.price import traffic_s
 from tilewise.planner.rows import chosen_moves, rows
 from tilewise.planner.solve import evaluate
+from tilewise.planner.timeline import peak_bytes
 
 ONE_NODE = load_machine("lassen").model_copy(update={"devices_per_node": 64, "overlap_halo": 0.0})
 
@@ -103,3 +104,23 @@ def test_more_devices_hold_less() -> None:
         found = formulated(graph, devices)
         sizes.append(evaluate(found.problem, found.choice(Plan.uniform(graph, degrees))).peak_bytes)
     assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("name", ["joined", "cosmoflow", "unet"])
+def test_what_a_plan_holds_does_not_depend_on_other_candidates(name: str) -> None:
+    """Pools keep what they read where they bring no rows of others, and only there.
+
+    A tensor that moves may count as kept where a reader of it might keep it: never too little.
+    """
+    graph = graph_of(name)
+    found = formulated(graph, 6)
+    rng = np.random.default_rng(1)
+    for _ in range(6):
+        choice = tuple(int(rng.integers(len(some))) for some in found.choices.candidates)
+        plan = found.plan(choice)
+        alone = formulated(graph, 6, pins=plan.layers)
+        only = alone.choice(plan)
+        seconds = evaluate(found.problem, choice).seconds
+        assert evaluate(alone.problem, only).seconds == pytest.approx(seconds, rel=1e-9)
+        peak = peak_bytes(alone, only)
+        assert peak <= peak_bytes(found, choice) <= peak * (1.0 if name != "unet" else 1.05)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from plans import graph_of
+from plans import build, graph_of
 from tilewise import Plan, capture, models, search
 from tilewise.errors import PlanError
+from tilewise.layout import Degrees
 from tilewise.planner.baselines import NAMES, seconds_of
 from tilewise.planner.machine import load_machine
 from tilewise.planner.search import Found, parse_bytes
@@ -39,6 +42,26 @@ def test_the_best_uniform_plan_is_the_best_of_all(found: Found) -> None:
     assert found.baselines["uniform"].step_seconds <= best * (1 + 1e-9)
 
 
+def test_layers_that_a_plan_does_not_name_follow_the_one_before(found: Found) -> None:
+    graph = graph_of("joined")
+    pinned = search(graph, devices=4, machine="p100x4", pins={"stem": "w4"}, time_limit=20.0)
+    whole = found.price(Plan.of(graph, {"*": "n4"}))
+    for some in (found, pinned):
+        priced = some.price(Plan.of(graph, {"stem": "n4"}))
+        assert priced.step_seconds == pytest.approx(whole.step_seconds, rel=1e-9)
+        assert priced.peak_bytes == whole.peak_bytes
+    with pytest.raises(PlanError, match="'elsewhere', which is not a layer"):
+        found.price(Plan({"elsewhere": Degrees.parse("n4")}))
+
+
+def test_a_plan_that_computes_again_is_priced_so(found: Found) -> None:
+    again = search(graph_of("joined"), devices=4, machine="p100x4", recompute=True)
+    stretches = again.formulation.choices.stretches
+    plan = replace(found.plan, recompute=tuple(" ".join(s) for s in stretches if s))
+    assert found.price(plan) == again.price(plan)
+    assert found.price(plan).step_seconds > found.step_seconds
+
+
 def test_many_choices_are_priced_as_one_by_one() -> None:
     """With layers computed again too, and tensors that several read."""
     again = search(graph_of("joined"), devices=4, machine="lassen", recompute=True).formulation
@@ -64,6 +87,16 @@ def test_the_frontier_agrees_with_limited_searches(found: Found) -> None:
         assert limited.step_seconds >= point.step_seconds * (1 - 1e-3)
     with pytest.raises(PlanError, match=r"points \(=1\) of a frontier"):
         found.frontier(1)
+
+
+@pytest.mark.parametrize("pins", [{}, {"up": "f4"}])
+def test_bytes_of_the_layers_are_all_that_is_sent(pins: dict[str, str]) -> None:
+    """Also what hands the network's result out, whose channels the last layer may have cut."""
+    graph = capture(build("joined"), (torch.zeros(4, 3, 10, 8),))
+    some = search(graph, devices=4, machine="p100x4", pins=pins, time_limit=20.0)
+    sent = some.payload(some.plan)
+    assert ("output" in sent.bytes_by_layer) == bool(pins)
+    assert sum(row.bytes for row in some.rows) == sent.bytes
 
 
 def test_a_plan_for_one_device_is_not_split() -> None:
@@ -154,8 +187,8 @@ def test_sizes(text: str | int, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["16GB!", "many", "-1GiB", "0", "16gib"])
-def test_what_is_no_size(text: str) -> None:
+@pytest.mark.parametrize("text", ["16GB!", "many", "-1GiB", "0", "16gib", -1])
+def test_what_is_no_size(text: str | int) -> None:
     with pytest.raises(PlanError, match="must be a size"):
         parse_bytes(text)
 

@@ -92,7 +92,7 @@ def measure(mesh: Mesh, case: LayerCase, letter: str, rounds: int) -> Row:
     model = case.build()
     x = torch.randn(case.shape, generator=torch.Generator().manual_seed(1))
     split = parallelize(model, x, degrees, mesh=mesh)
-    x_slab = split.scatter(x).requires_grad_()
+    x_slab = _slab(split, x)
     whole = x.clone().requires_grad_()
     serial: list[float] = []
     forward: list[float] = []
@@ -147,6 +147,13 @@ def measure(mesh: Mesh, case: LayerCase, letter: str, rounds: int) -> Row:
         serial_s / split_s,
         int(most),
     )
+
+
+def _slab(split: ParallelModel, x: Tensor) -> Tensor:
+    """Return a rank's slab in the memory format that it has inside a network of such layers."""
+    slab: Tensor = split.scatter(x).requires_grad_()
+    split(slab)
+    return split.formatted(slab.detach())[0].requires_grad_()
 
 
 def measure_layers(

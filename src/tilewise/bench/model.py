@@ -155,11 +155,17 @@ def split_loss(
     mesh: Mesh, split: ParallelModel, inputs: Sequence[Tensor], targets: tuple[Tensor, ...]
 ) -> Callable[[], Tensor]:
     """Return what computes the loss on this rank's slabs."""
-    slabs = [
+    slabs: list[Tensor] = [
         tensor[layout.slab(mesh.rank)].contiguous()
         for tensor, layout in zip((*inputs, *targets), split.input_layouts, strict=True)
     ]
-    return lambda: split.loss(*slabs)
+
+    def loss() -> Tensor:
+        found = split.loss(*slabs)
+        slabs[:] = split.formatted(*slabs)
+        return found
+
+    return loss
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:

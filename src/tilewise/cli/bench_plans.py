@@ -16,6 +16,7 @@ from tilewise.cli.bench_options import Backend, Json, Rounds, in_ms, new_table
 from tilewise.cli.crew import Crew
 from tilewise.cli.naming import build_model, parse_shape
 from tilewise.comm import Mesh
+from tilewise.graph import capture
 
 
 def plans(
@@ -33,8 +34,11 @@ def plans(
     json_: Json = False,
 ) -> None:
     """Run the auto plan, all uniform ones and some mixes, and compare with the predictions."""
-    build_model(model, tuple(arg or ()), torch.float32, 0)
-    task = (model, tuple(arg or ()), tuple(map(parse_shape, input)), rounds)
+    shapes = tuple(map(parse_shape, input))
+    with torch.device("meta"):  # what does not run is said before ranks are started
+        built = build_model(model, tuple(arg or ()), torch.float32, 0)
+    capture(built, tuple(torch.empty(shape, device="meta") for shape in shapes))
+    task = (model, tuple(arg or ()), shapes, rounds)
     with Crew(ranks, backend=backend, timeout=7200.0) as crew:
         found: PlanRows = crew.run(run_plans, *task, title=f"plans of {model}")[0]
         ranks = crew.size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +22,9 @@ from tilewise.cli.plan_tables import (
     show_plan,
     show_sensitivity,
 )
-from tilewise.graph import capture
+from tilewise.errors import PlanError
+from tilewise.graph import Graph, capture
+from tilewise.graph.parallel import check_names
 from tilewise.plan import Plan
 from tilewise.plan.plan import DETAILS
 from tilewise.planner.details import details
@@ -71,11 +74,17 @@ def plan(
     """Find the fastest plan for MODEL on a machine that need not be at hand."""
     shapes = [parse_shape(text) for text in input]
     other = _other_plan(diff)
+    if output is not None and not output.absolute().parent.is_dir():
+        raise InputError(f"-o: there is no folder {output.parent}; make it first")
+    if output is not None and output.is_dir():
+        raise InputError(f"-o: {output} is a folder; name a file in it")
     kind = parse_dtype(dtype)
     with torch.device("meta"):
         found_model = build_model(model, tuple(arg or ()), kind, 0)
     inputs = tuple(torch.empty(shape, dtype=kind, device="meta") for shape in shapes)
     graph = capture(found_model, inputs)
+    if other is not None:
+        _check_other(graph, other, devices)
     console = Console(stderr=True)
     try:
         with console.status(f"planning {model} for {devices} devices"):
@@ -86,7 +95,7 @@ def plan(
                 memory=memory,
                 optimizer=optimizer,
                 dtype=dtype,
-                pins=dict(_pinned(text) for text in pin or ()),
+                pins=_pins(pin or ()),
                 recompute=recompute,
                 time_limit=time_limit,
             )
@@ -121,11 +130,25 @@ def _other_plan(path: Path | None) -> Plan | None:
     return Plan.load(path)
 
 
-def _pinned(text: str) -> tuple[str, str]:
-    layer, equals, degrees = text.partition("=")
-    if not equals or not layer.strip():
-        raise InputError(f"--pin: {text!r} must be layer=degrees, such as 'conv1=n64 d8'")
-    return layer.strip(), degrees.strip()
+def _check_other(graph: Graph, other: Plan, devices: int) -> None:
+    """Refuse a plan to compare with that is one for another model or number of devices."""
+    try:
+        check_names(graph, other)
+        other.check(devices)
+    except PlanError as error:
+        raise InputError(f"--diff: {error}") from error
+
+
+def _pins(texts: Iterable[str]) -> dict[str, str]:
+    """Read pins, each a layer or a pattern with degrees; of several patterns the last one wins."""
+    found: dict[str, str] = {}
+    for text in texts:
+        layer, equals, degrees = (part.strip() for part in text.partition("="))
+        if not equals or not layer:
+            raise InputError(f"--pin: {text!r} must be layer=degrees, such as 'conv1=n64 d8'")
+        if found.setdefault(layer, degrees) != degrees:
+            raise InputError(f"--pin: {layer} is fixed as {found[layer]!r} and as {degrees!r}")
+    return found
 
 
 def _extras(found: Found, pareto: bool, explain: str | None, other: Plan | None) -> dict[str, Any]:
@@ -136,7 +159,10 @@ def _extras(found: Found, pareto: bool, explain: str | None, other: Plan | None)
     if explain is not None:
         extra["explain"] = (explain, found.explain(explain))
     if other is not None:
-        extra["diff"] = (other, found.price(other))
+        try:
+            extra["diff"] = found.price(other)
+        except PlanError as error:
+            raise InputError(f"--diff: {error}") from error
     return extra
 
 
@@ -171,11 +197,12 @@ def _plain(extra: dict[str, Any]) -> dict[str, Any]:
             asdict(one) | {"survives": one.survives} for one in extra["sensitivity"]
         ]
     if "diff" in extra:
-        _, priced = extra["diff"]
+        other = extra["diff"]
         out["diff"] = {
-            "step_seconds": priced.step_seconds,
-            "peak_bytes": priced.peak_bytes,
-            "fits": priced.fits,
+            "step_seconds": other.step_seconds,
+            "peak_bytes": other.peak_bytes,
+            "fits": other.fits,
+            "layers": {name: str(degrees) for name, degrees in other.plan.layers.items()},
         }
     return out
 
@@ -191,5 +218,4 @@ def _show(found: Found, extra: dict[str, Any], console: Console) -> None:
     if "sensitivity" in extra:
         show_sensitivity(extra["sensitivity"], console)
     if "diff" in extra:
-        other, priced = extra["diff"]
-        show_difference(found, other, priced, console)
+        show_difference(found, extra["diff"], console)

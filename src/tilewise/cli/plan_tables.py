@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from math import isfinite
 
-from rich.console import Console
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from tilewise.layout import Degrees
@@ -123,9 +124,11 @@ def show_alternatives(
     layer: str, alternatives: Sequence[Alternative], found: Found, console: Console
 ) -> None:
     """Show the price of other ways to split a layer."""
-    table = Table(title=f"{layer}: the step with each way to split it, all others re-optimised")
-    for name in ("degrees", "step (ms)", "more", *KINDS, "held", "decides"):
-        table.add_column(name, justify="left" if name in ("degrees", "decides") else "right")
+    title = f"{layer}: the step with each way to split it, all others re-optimised, milliseconds"
+    table = Table(title=title, box=SIMPLE_HEAD, padding=0, pad_edge=False)  # for 80 columns
+    for name in ("degrees", "step", "more", *KINDS, "held", "decides"):
+        justify: JustifyMethod = "left" if name in ("degrees", "decides") else "right"
+        table.add_column(name, justify=justify, no_wrap=name != "degrees")
     for one in alternatives[:MOST_ALTERNATIVES]:
         bound = "" if one.exact else "≥ "
         table.add_row(
@@ -149,7 +152,9 @@ def show_sensitivity(tried: Sequence[Tried], console: Console) -> None:
     """Show where the plan would no longer be the best one."""
     table = Table(title="if one of the machine's rates were 10 % off")
     for name in ("rate", "times", "plan is slower than the best by", "layers that change"):
-        table.add_column(name, justify="left" if name == "rate" else "right")
+        table.add_column(
+            name, justify="left" if name == "rate" else "right", no_wrap=name == "rate"
+        )
     for one in tried:
         regret = "the same" if one.survives else f"{one.regret:.1%}"
         table.add_row(one.rate, f"{one.share:.1f}", regret, str(one.changed))
@@ -159,20 +164,34 @@ def show_sensitivity(tried: Sequence[Tried], console: Console) -> None:
     console.print("the plan survives all of them" if worst.survives else said)
 
 
-def show_difference(found: Found, other: Plan, priced: Priced, console: Console) -> None:
+def show_difference(found: Found, other: Priced, console: Console) -> None:
     """Show where another plan differs, and what it costs."""
-    table = Table(title="layers that another plan splits differently")
-    for name in ("layer", "this plan", "the other"):
-        table.add_column(name)
-    for name, degrees in found.plan.layers.items():
-        if priced.plan.layers[name] != degrees:
-            table.add_row(name, str(degrees), str(other.layers.get(name, priced.plan.layers[name])))
-    console.print(table)
+    plans = (found.plan, other.plan)
+    ways = {
+        name: [_way_in(plan, name) for plan in plans]
+        for name in dict.fromkeys(name for plan in plans for name in plan.layers)
+    }
+    differing = {name: pair for name, pair in ways.items() if pair[0] != pair[1]}
+    if differing:
+        table = Table(title="split differently")
+        for title in ("layer", "this plan", "the other"):
+            table.add_column(title)
+        for name, pair in differing.items():
+            table.add_row(name, *pair)
+        console.print(table)
+    else:
+        console.print("the other plan splits all layers as this one does")
     console.print(
-        f"the other plan: step {milliseconds(priced.step_seconds)} ms "
-        f"({priced.step_seconds / found.step_seconds:.2f} of this one's), memory "
-        f"{size(priced.peak_bytes)}, {'fits' if priced.fits else 'does not fit'}"
+        f"the other plan: step {milliseconds(other.step_seconds)} ms "
+        f"({other.step_seconds / found.step_seconds:.2f} of this one's), memory "
+        f"{size(other.peak_bytes)}, {'fits' if other.fits else 'does not fit'}"
     )
+
+
+def _way_in(plan: Plan, name: str) -> str:
+    """Return how a plan splits a layer; one that it does not name follows the one before it."""
+    degrees = plan.layers.get(name)
+    return _way("as before it" if degrees is None else degrees, plan.recomputes(name) is not None)
 
 
 def _way(degrees: Degrees | str, recompute: bool) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 CHANNELS, ELEMENTS = 32, 1 << 18
@@ -35,6 +37,32 @@ def formatted(tensor: Tensor, *, last: bool) -> Tensor:
     out = torch.empty_like(tensor, memory_format=format)
     fill(out, tensor)
     return out
+
+
+def between(tensor: Tensor, *, last: bool) -> Tensor:
+    """Return a tensor in a memory format, outermost or innermost channels, its gradient as it was.
+
+    Of what has no channels, or lies in both formats alike, it returns the tensor itself.
+    """
+    format = CHANNELS_LAST.get(tensor.dim())
+    if format is None or not tensor.is_floating_point() or is_last(tensor) == last:
+        return tensor
+    if last and tensor.is_contiguous(memory_format=format):
+        return tensor
+    out: Tensor = _Between.apply(tensor, last)
+    return out
+
+
+class _Between(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, last: bool) -> Tensor:
+        ctx.was = is_last(tensor)
+        return formatted(tensor, last=last)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return formatted(grad, last=ctx.was), None
 
 
 def fill(target: Tensor, source: Tensor) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from tilewise.comm.formats import between
 from tilewise.errors import PlanError
 from tilewise.graph.graph import Program, Value
 from tilewise.graph.shapes import tensors_in
@@ -94,6 +95,19 @@ class At:
         ]
         out = tree_unflatten(slabs, spec)
         return out[0] if len(out) == 1 else out
+
+    def formatted(self, *slabs: Tensor) -> tuple[Tensor, ...]:
+        """Return slabs in the memory format in which the model computes, if it has run before.
+
+        Others are copied in every pass; outputs come in the format of the inputs, with channels
+        outermost where that does not show, as with a single channel.
+        """
+        targets = self.targets if len(slabs) > len(tensors_in(self.examples)) else None
+        executable = self.runs.find(self.examples, targets).executable
+        if executable is None or executable.formats.last is None:
+            return slabs
+        last = executable.formats.last
+        return tuple(between(slab, last=last) for slab in slabs)
 
     def gather(self, outputs: Any) -> Any:
         """Return whole outputs on every rank from this rank's slabs of them.

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from tilewise.comm import Chain, Mesh
+from tilewise.comm.formats import between, is_last
+from tilewise.graph.formats import Formats
 from tilewise.graph.graph import Value
 from tilewise.graph.held import Held
 from tilewise.graph.lower import Planned
@@ -43,6 +45,7 @@ class Executable:
         self.written = {value for step in built.steps for value in step.writes}
         self.sync: dict[tuple[Any, ...], GradSync] = {}
         self.watch: Watch | None = None
+        self.formats = Formats([step.run for step in built.steps if isinstance(step.run, Bound)])
 
     def run(
         self, inputs: Sequence[Tensor], *, sync: bool = True, watch: Watch | None = None
@@ -56,7 +59,8 @@ class Executable:
 
     def _run(self, inputs: Sequence[Tensor], sync: bool) -> tuple[Tensor, ...]:
         memory: list[Any] = [None] * self.places
-        memory[: len(inputs)] = inputs
+        last = self.formats.choose(inputs)
+        memory[: len(inputs)] = _all_between(inputs, last)
         chain = Chain()
         entry: Entry | None = None
         if torch.is_grad_enabled() and self.mesh.size > 1:
@@ -69,6 +73,8 @@ class Executable:
             for step in stretch:
                 self._step(step, memory, chain, entry)
         outputs = tuple(memory[slot] for slot in self.output_slots)
+        if last is not None:  # as people expect from what they gave
+            outputs = tuple(_all_between(outputs, any(map(is_last, inputs))))
         return outputs if entry is None else entry.leave(outputs)
 
     def _enter(self, inputs: Sequence[Tensor], chain: Chain, sync: bool) -> Entry:
@@ -172,6 +178,10 @@ class Executable:
         if entry is not None and value.origin == "parameter" and tensor.requires_grad:
             return entry.get((str(value.source), ranks))
         return tensor
+
+
+def _all_between(tensors: Sequence[Tensor], last: bool | None) -> list[Tensor]:
+    return [x if last is None else between(x, last=last) for x in tensors]
 
 
 def _stretches(steps: list[Step]) -> list[list[Step]]:

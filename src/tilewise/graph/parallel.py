@@ -155,6 +155,14 @@ class ParallelModel(nn.Module):
         """Cut this rank's slabs out of whole inputs (and targets), which every rank has."""
         return self._of_batch(batch).scatter(*tensors)
 
+    def formatted(self, *slabs: Tensor, batch: int | None = None) -> tuple[Tensor, ...]:
+        """Return slabs in the memory format in which the model computes, if it has run before.
+
+        Others are copied in every pass; outputs come in the format of the inputs, with channels
+        outermost where that does not show, as with a single channel.
+        """
+        return self._of_batch(batch).formatted(*slabs)
+
     def gather(self, outputs: Any, *, batch: int | None = None) -> Any:
         """Return whole outputs on every rank from this rank's slabs of them."""
         return self._of_batch(batch).gather(outputs)

@@ -56,7 +56,11 @@ class Axes(tuple[Axis, ...]):
 
     def parts(self, dim: int) -> int:
         """Return how many parts `dim` is cut into."""
-        return prod(axis.size for axis in self if axis.dim == dim)
+        found = 1
+        for axis in self:
+            if axis.dim == dim:
+                found *= axis.size
+        return found
 
     def digits(self, rank: int) -> tuple[int, ...]:
         """Return the rank's position along each axis."""

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from tilewise.comm import Exchange
 from tilewise.comm.chain import hand_on, take, token_of
+from tilewise.comm.formats import is_last
 from tilewise.errors import OperatorError
 from tilewise.layout import PARTIAL, REPLICA, Axes, Cover, Layout
 from tilewise.ops.norm import channel_needs, towards
@@ -122,8 +123,9 @@ class _Local:
         factor = 0.0 if self.momentum is None else self.momentum
         if rest and self.training:
             factor = 1.0 / max(float(rest[0]), 1.0)
-        if not self.plain:
-            return self.joint(inner[0], x, weight, bias, running, factor)
+        # torch's statistics are poor where channels are innermost, see moments_of
+        if not self.plain or (self.training and is_last(x)):
+            return self.joint(inner[0] if inner else None, x, weight, bias, running, factor)
         if not x.numel():
             return tied_zeros(x.shape, x, *operands[: 2 * self.affine])
         mean, var = running or (None, None)
@@ -131,18 +133,19 @@ class _Local:
 
     def joint(
         self,
-        via: Via,
+        via: Via | None,
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
         running: tuple[Tensor, Tensor] | None,
         factor: float,
     ) -> Tensor:
-        """Normalise by statistics that ranks share."""
-        token = token_of(via.chain, x, weight, bias)
+        """Normalise by statistics that ranks share, or this one has for itself."""
+        chain, exchange = (None, None) if via is None else (via.chain, via.exchange)
+        token = token_of(chain, x, weight, bias)
         y: Tensor
-        y, token = _Joint.apply(self, via.exchange, (running, factor), x, token, weight, bias)
-        hand_on(via.chain, token)
+        y, token = _Joint.apply(self, exchange, (running, factor), x, token, weight, bias)
+        hand_on(chain, token)
         return y
 
     def statistics(
@@ -181,19 +184,22 @@ def _block(tensor: Tensor, dim: int, index: int) -> Tensor:
 
 
 class _Joint(torch.autograd.Function):
-    """(x − mean) / √(var + eps) · weight + bias for each channel, by statistics of several ranks.
+    """(x − mean)·s·weight + bias for each channel, by statistics of several ranks.
 
     Keeps x and nothing of its size. With s = 1/√(var + eps), and sums over all that the
     statistics are taken of, T values:
 
-        dx = weight·s·dy − weight·s/T · Σ dy − (x − mean)·weight·s³/T · Σ dy·(x − mean)
+        dx = weight·s·dy − (x − mean)·s · (Σ weight·s·dweight)/T − (Σ weight·s·dbias)/T
+
+    where dweight = Σ dy·(x − mean)·s and dbias = Σ dy on each rank. The last two terms are a batch
+    norm of x by itself.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         local: _Local,
-        exchange: Exchange,
+        exchange: Exchange | None,
         tracked: tuple[tuple[Tensor, Tensor] | None, float],
         x: Tensor,
         token: Tensor | None,
@@ -201,7 +207,9 @@ class _Joint(torch.autograd.Function):
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.local, ctx.exchange = local, exchange
-        rows = exchange.start(moments_of(x, local.summary.dims)).finish()
+        rows = moments_of(x, local.summary.dims)
+        if exchange is not None:
+            rows = exchange.start(rows).finish()
         mean, var = local.statistics(rows, *tracked)
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         mean, var = mean.to(dtype), var.to(dtype)
@@ -221,7 +229,6 @@ class _Joint(torch.autograd.Function):
         local: _Local = ctx.local
         x, mean, var, weight = ctx.saved_tensors
         scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
-        spread = (var + local.eps).rsqrt()
         if x.numel():
             if dy.stride() != x.stride():
                 # torch 2.13 mixes up memory formats where extents of 1 make them ambiguous
@@ -229,12 +236,13 @@ class _Joint(torch.autograd.Function):
             _, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
                 dy, x, scale, mean, var, None, None, False, local.eps, [False, True, True]
             )
+            if is_last(x):  # the native sum adds one value after the other
+                dbias = widened(dy).sum(local.summary.dims)
         else:  # the native operator divides by zero
             dweight, dbias = torch.zeros_like(mean), torch.zeros_like(mean)
         dx = None
         if ctx.needs_input_grad[3]:
-            slope = scale * spread
-            dx = _complete(ctx, x, dy, mean, slope, dbias * slope, dweight * slope * spread)
+            dx = _complete(ctx, x, dy, mean, var, scale, torch.stack((dweight, dbias)))
         if weight is None:
             return None, None, None, dx, token, None, None
         kind = weight.dtype
@@ -242,13 +250,19 @@ class _Joint(torch.autograd.Function):
 
 
 def _complete(
-    ctx: Any, x: Tensor, dy: Tensor, mean: Tensor, slope: Tensor, sum: Tensor, product: Tensor
+    ctx: Any, x: Tensor, dy: Tensor, mean: Tensor, var: Tensor, scale: Tensor, sums: Tensor
 ) -> Tensor:
-    """Return slope·dy less what the statistics' own gradients take, which ranks add up."""
+    """Return the gradient of x; `sums` are this rank's dweight and dbias."""
+    local: _Local = ctx.local
+    slope = scale * (var + local.eps).rsqrt()
     wide = [-1, *[1] * (x.dim() - 2)]
-    mine = torch.stack((sum, product)).double().view(2, 1, *wide)
-    pending = ctx.exchange.start_adjoint(mine.expand(ctx.rows))
-    dx = widened(dy) * slope.view(wide)
-    sums, products = (pending.finish() / ctx.local.count).to(mean.dtype).view(2, *wide)
-    dx.addcmul_(widened(x), products, value=-1.0).add_(products * mean.view(wide) - sums)
-    return dx.to(x.dtype)
+    mine = (sums * (slope / -local.count)).double().view(2, 1, *wide)
+    if ctx.exchange is not None:
+        mine = ctx.exchange.start_adjoint(mine.expand(ctx.rows)).finish()
+    weight, bias = mine.to(mean.dtype)
+    if not x.numel():
+        return torch.zeros_like(x)
+    dx = F.batch_norm(
+        widened(x), mean, var, weight.flatten(), bias.flatten(), False, 0.0, local.eps
+    )
+    return dx.addcmul_(widened(dy), slope.view(wide)).to(x.dtype)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.comm.formats import between, is_last
 from tilewise.errors import OperatorError
 from tilewise.layout import (
     PARTIAL,
@@ -118,7 +119,8 @@ def conv(
     )
     local = LocalConv(spec, padding, out, groups)
     work = prod(y.shape) * prod(weight[1:]) / ranks
-    fused = partial(ConvRun, local, with_bias=with_bias, work=work)
+    shapes = x_need.local_shape(rank), w_need.local_shape(rank)
+    fused = partial(ConvRun, local, shapes=shapes, with_bias=with_bias, work=work)
     return Operation(tuple(needs), fused, (y_give,), (y,), fused=True)
 
 
@@ -172,6 +174,7 @@ class _Transposed:
             x, weight, None if self.crops else b, self.spec.stride, self.padding,
             self.output_padding, self.groups, self.spec.dilation,
         )  # fmt: skip
+        y = between(y, last=is_last(x))  # torch's own kernels for volumes lose the format
         if not self.crops:
             return y
         y = _crop(y, self.crops)

@@ -26,7 +26,8 @@ class Way:
     """Convolve the slab and patch it, or extend it first; channels innermost in memory or not.
 
     `onednn` calls oneDNN, which torch leaves for kernels of its own where a batch of one is small:
-    a slab of 32 × 18 × 32 × 32 takes three times as long there.
+    a slab of 32 × 18 × 32 × 32 takes three times as long there. With channels innermost the
+    gradient of x is then found as a convolution of dy, where it is one.
     """
 
     patch: bool
@@ -114,7 +115,7 @@ class LocalConv:
         grad: Tensor = self._backward(way, dy, empty, weight, mask, self.padding)[0]
         send(Frame(frame.boxes, [grad[box] for box in frame.boxes], grad))
         dx = grad[halo.core]
-        return dx if way.last == is_last(x) else like(dx, x)
+        return dx if is_last(grad) == is_last(x) else like(dx, x)  # not every kernel keeps it
 
     def weight(
         self,
@@ -169,6 +170,8 @@ class LocalConv:
         if not prod(self.out) or not x.numel() or not weight.numel():
             dims = [dim for dim in range(dy.dim()) if dim != 1]
             return torch.zeros_like(x), torch.zeros_like(weight), dy.sum(dims)
+        if way.last and way.onednn and self.turns(padding) and mask == [True, False, False]:
+            return self._turned(dy, weight, padding), None, None
         dy, x, weight = (formatted(tensor, last=way.last) for tensor in (dy, x, weight))
         if way.onednn and torch.backends.mkldnn.enabled:
             dy, x = dy.to_mkldnn(), x.to_mkldnn()
@@ -177,6 +180,25 @@ class LocalConv:
             [0] * spec.ndim, self.groups, mask,
         )  # fmt: skip
         return [t.to_dense() if t is not None and t.is_mkldnn else t for t in found]
+
+    def turns(self, padding: tuple[int, ...]) -> bool:
+        """Whether the gradient of x is a convolution of dy, by the kernel turned round."""
+        fits = all(width <= far for width, far in zip(padding, self._reach))
+        once = self.groups == 1 and set(self.spec.stride) == {1}
+        return fits and once and bool(torch.backends.mkldnn.enabled)
+
+    @property
+    def _reach(self) -> list[int]:
+        return [step * (size - 1) for step, size in zip(self.spec.dilation, self.spec.kernel)]
+
+    def _turned(self, dy: Tensor, weight: Tensor, padding: tuple[int, ...]) -> Tensor:
+        spec = self.spec
+        turned = weight.flip(*range(2, weight.dim())).transpose(0, 1)
+        return torch.ops.aten.mkldnn_convolution(  # type: ignore[no-any-return]
+            formatted(dy, last=True), formatted(turned, last=True), None,
+            [far - width for far, width in zip(self._reach, padding)], spec.stride,
+            spec.dilation, 1,
+        )  # fmt: skip
 
 
 def like(tensor: Tensor, model: Tensor) -> Tensor:

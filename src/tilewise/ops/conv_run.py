@@ -20,9 +20,9 @@ from torch.autograd.function import once_differentiable
 from tilewise.comm import Chain, Exchange, Frame, Mesh, Pending
 from tilewise.comm.chain import hand_on, take, token_of
 from tilewise.comm.formats import formatted, is_last
-from tilewise.ops.conv_local import LocalConv, Ways, like
+from tilewise.ops.conv_local import LocalConv, Ways
 from tilewise.ops.halo import Halo
-from tilewise.ops.tune import choose, worth_tuning
+from tilewise.ops.tune import Tuned, choose, noise, worth_tuning
 
 NATIVE: dict[int, Callable[..., Tensor]] = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 
@@ -34,6 +34,7 @@ class ConvRun:
         local: this rank's arithmetic, as yet without its halo.
         bring: the exchange that brings x, if any.
         finish: the exchange that adds up and scatters partial results, if any.
+        shapes: of this rank's x, with all that has to be brought, and of its weight.
         with_bias: whether this rank adds the bias.
         work: multiplications of one phase on one rank, the same number on all of them.
     """
@@ -45,20 +46,25 @@ class ConvRun:
         bring: Exchange | None,
         finish: Exchange | None,
         *,
+        shapes: tuple[tuple[int, ...], tuple[int, ...]],
         with_bias: bool,
         work: float,
     ) -> None:
         self.mesh, self.bring, self.finish, self.with_bias = mesh, bring, finish, with_bias
         halo = None if bring is None else Halo.of(bring, local.spec, local.padding, local.out)
         self.local = replace(local, halo=halo)
+        x_shape, self.weight_shape = shapes
+        self.x_shape = x_shape if bring is None or halo is None else bring.forth.in_shape
         self.work = work
         self.quiet = bring is None and finish is None and prod(local.out) > 0
-        self.chosen: dict[Any, tuple[Ways, Ways]] = {}
+        self.tuned: dict[Any, Tuned] = {}
+        self.chosen: dict[Any, Ways] = {}
+        self.last: bool | None = None  # the memory format of the network around it, if it has one
 
     def __call__(self, x: Tensor, weight: Tensor, *bias: Tensor, chain: Chain | None) -> Tensor:
         x, weight, *bias = _as_autocast_would(x, weight, *bias)  # type: ignore[assignment]
         ways = self.ways(x, weight, data=x.requires_grad)
-        if self.quiet and ways == Ways.plainly(is_last(x)):
+        if self.quiet and not is_last(x) and ways == Ways.plainly(last=False):
             return self._natively(x, weight, *bias)
         token = None if self.quiet else token_of(chain, x, weight, *bias)
         y: Tensor
@@ -67,7 +73,7 @@ class ConvRun:
         return y
 
     def _natively(self, x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
-        """Leave a convolution that sends nothing to torch."""
+        """Leave a convolution that sends nothing to torch; some kernels lose other formats."""
         local, spec = self.local, self.local.spec
         return NATIVE[spec.ndim](
             x, weight, bias[0] if bias and self.with_bias else None, spec.stride, local.padding,
@@ -75,32 +81,39 @@ class ConvRun:
         )  # fmt: skip
 
     def ways(self, x: Tensor, weight: Tensor, *, data: bool = True) -> Ways:
-        """Return how to do the local work; the first call of a kind finds out.
-
-        `data` is whether the gradient of x is wanted.
-
-        The kind is what all ranks have in common: a memory format shows on some slabs only.
-        """
-        if not worth_tuning(self.work, x):
+        """Return how to do the local work; `data` is whether the gradient of x is wanted."""
+        found = self.tune(x)
+        if found is None:
             return Ways.plainly(is_last(x))
-        kind = (x.dtype, x.device.type)
-        if kind not in self.chosen:
-            self.chosen[kind] = choose(self.local, self.mesh, self._brought(x.detach()), weight)
-        return self.chosen[kind][data]
+        key = (x.dtype, x.device.type, data, self.last)
+        if key not in self.chosen:
+            last = found.last if self.last is None else self.last
+            self.chosen[key], _ = found.best(last, data=data)
+        return self.chosen[key]
 
-    def _brought(self, x: Tensor) -> Tensor:
-        """Return x, or where all of it has to be brought first, zeros in place of that."""
-        if self.bring is None or self.local.halo is not None:
-            return x
-        return like(x.new_zeros(self.bring.forth.out_shape), x)
+    def tune(self, like: Tensor) -> Tuned | None:
+        """Return what the ways take for slabs of this kind, if there is a choice.
+
+        The first call of a kind measures, on all ranks. The kind is what they have in common: a
+        memory format shows on some slabs only.
+        """
+        if len(self.x_shape) < 4 or not worth_tuning(self.work, like):
+            return None
+        kind = (like.dtype, like.device.type)
+        if kind not in self.tuned:
+            x, weight = (noise(like, shape) for shape in (self.x_shape, self.weight_shape))
+            self.tuned[kind] = choose(self.local, self.mesh, x, weight, last=is_last(like))
+        return self.tuned[kind]
 
     def pretend(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Frame | None]:
         """Return operands for `alone`: x as it is when brought, weight, dy, and a halo of zeros."""
         halo = self.local.halo
         frame = None if halo is None else halo.zeros(x)
-        x = self._brought(x)
+        ways = self.ways(x, weight)
+        if tuple(x.shape) != self.x_shape:
+            x = formatted(x.new_zeros(self.x_shape), last=ways.last)
         dy = torch.randn_like(x.new_empty(self.local.out))
-        return x, weight, formatted(dy, last=self.ways(x, weight).last), frame
+        return x, weight, formatted(dy, last=ways.last), frame
 
     def alone(self, x: Tensor, weight: Tensor, dy: Tensor, frame: Frame | None) -> None:
         """Do all of the arithmetic, forward and backward, without any message."""

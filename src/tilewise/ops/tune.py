@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import inf, prod
 from pathlib import Path
 
@@ -18,20 +19,23 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tilewise.comm import Mesh
-from tilewise.comm.formats import formatted, is_last
+from tilewise.comm.formats import formatted
 from tilewise.ops.conv_local import LocalConv, Way, Ways
 from tilewise.ops.kept import folder, load, machine_name, store
 
 WORTH = 2e7  # multiplications below which no choice pays for its measuring
 GAIN = 0.97  # what a way must beat to be worth leaving the plain one
-MEASURED = 2  # a number of what is measured; times that are kept under another are not used
+MEASURED = 3  # a number of what is measured; times that are kept under another are not used
 ROUNDS = 5
 BEHIND = 1.3  # how many times the fastest way's time one may take to be measured again
-LONG = 0.2  # seconds after which two measurements are enough
+LONG = 0.05  # seconds after which two measurements are enough
 WAYS = [
-    *(Way(patch, last) for patch in (False, True) for last in (False, True)),
-    *(Way(patch, last=False, onednn=True) for patch in (False, True)),
+    Way(patch, last, onednn)
+    for onednn in (False, True)
+    for patch in (False, True)
+    for last in (False, True)
 ]
+PHASES = ("forward", "data", "weight")
 Times = dict[tuple[Way, ...], float]
 
 
@@ -43,42 +47,72 @@ def worth_tuning(work: float, x: Tensor) -> bool:
     return tuning() and work >= WORTH and x.dim() > 3 and x.dtype is torch.float32
 
 
-def choose(conv: LocalConv, mesh: Mesh, x: Tensor, weight: Tensor) -> tuple[Ways, Ways]:
-    """Return the fastest ways for a convolution; all ranks ask together.
+@dataclass(frozen=True)
+class Tuned:
+    """What the ways of a convolution take, in seconds added up over all ranks.
 
-    The first are those where no gradient of x is wanted, the second where one is.
+    Args:
+        times: of each way in each phase, and of bringing x and the result from one memory format
+            to the other.
+        last: whether x came with its channels innermost in memory, on any rank.
+    """
+
+    times: tuple[float, ...]
+    last: bool
+
+    def best(self, last: bool, *, data: bool) -> tuple[Ways, float]:
+        """Return the fastest ways between tensors in this memory format, and what they take.
+
+        `data` is whether the gradient of x is wanted. The result is in the same format as x: in
+        another one it may come sooner, but what reads it then mixes formats. ResNet-50 took a
+        fifth longer when each convolution chose.
+        """
+        change_x, change_y = self.times[-2:]
+        to_data, to_weight = self._phase("data"), self._phase("weight")
+        if not data:
+            to_data = dict.fromkeys(WAYS, 0.0)
+
+        def other(*ways: Way) -> int:
+            return len({way.last for way in ways} - {last})
+
+        forth: Times = {(way,): self.forward(way, last) for way in WAYS}
+        back: Times = {  # both take dy, in one format or in two; one gives dx, one takes x
+            (one, two): to_data[one]
+            + to_weight[two]
+            + other(one, two) * change_y
+            + (other(one) * data + other(two)) * change_x
+            for one in WAYS
+            for two in WAYS
+        }
+        (there,), (first, second) = _clearest(forth, last), _clearest(back, last)
+        return Ways(there, first, second, last), forth[there,] + back[first, second]
+
+    def forward(self, way: Way, last: bool) -> float:
+        """Return what a way takes forward between tensors in this memory format."""
+        changes = sum(self.times[-2:]) if way.last != last else 0.0
+        return self._phase("forward")[way] + changes
+
+    def _phase(self, name: str) -> dict[Way, float]:
+        at = PHASES.index(name) * len(WAYS)
+        return dict(zip(WAYS, self.times[at : at + len(WAYS)]))
+
+
+def choose(conv: LocalConv, mesh: Mesh, x: Tensor, weight: Tensor, *, last: bool) -> Tuned:
+    """Find out what the ways of a convolution take; all ranks ask together.
 
     Communication: one small all-reduce.
     """
-    *totals, lasts = mesh.total([*_known(conv, x, weight), float(is_last(x))], layer="tuning")
-    return _best(totals, lasts > 0, data=False), _best(totals, lasts > 0, data=True)
+    *totals, lasts = mesh.total([*_known(conv, x, weight), float(last)], layer="tuning")
+    return Tuned(tuple(totals), lasts > 0)
 
 
-def _best(times: list[float], last: bool, *, data: bool) -> Ways:
-    """Return the fastest ways that hand over a result in this memory format: that of x.
+def noise(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return numbers to measure with, and leave the caller's random numbers alone.
 
-    In another one it may come sooner, but what reads it then mixes formats: ResNet-50 took a
-    fifth longer when each convolution chose.
+    Slabs differ in size: ranks that have the same seed would go on with different numbers.
     """
-    *phases, change = times
-    forward, to_data, to_weight = (
-        dict(zip(WAYS, phases[at : at + len(WAYS)])) for at in range(0, len(phases), len(WAYS))
-    )
-
-    if not data:
-        to_data = dict.fromkeys(WAYS, 0.0)
-
-    def changing(*ways: Way) -> float:
-        return change * len({way.last for way in ways} - {last})
-
-    forth: Times = {(way,): forward[way] + changing(way) for way in WAYS}
-    back: Times = {  # both take dy, in one format or in two
-        (one, other): to_data[one] + to_weight[other] + changing(one, other)
-        for one in WAYS
-        for other in WAYS
-    }
-    (there,), (first, second) = _clearest(forth, last), _clearest(back, last)
-    return Ways(there, first, second, last)
+    generator = torch.Generator(like.device).manual_seed(0)
+    return torch.randn(*shape, dtype=like.dtype, device=like.device, generator=generator)
 
 
 def _clearest(seconds: Times, last: bool) -> tuple[Way, ...]:
@@ -101,10 +135,10 @@ def cache_file() -> Path:
 
 
 def _known(conv: LocalConv, x: Tensor, weight: Tensor) -> list[float]:
-    """Return the times of each way in each phase and of a change of format, measured once."""
+    """Return the times of each way in each phase and of changes of format, measured once."""
     key = _key(conv, x, weight)
     known = load(cache_file()).get(key)
-    if isinstance(known, list) and len(known) == 3 * len(WAYS) + 1:
+    if isinstance(known, list) and len(known) == len(PHASES) * len(WAYS) + 2:
         return [float(value) for value in known]
     times = _measure(conv, x.detach(), weight.detach())
     store(cache_file(), {key: times})
@@ -116,45 +150,63 @@ def _key(conv: LocalConv, x: Tensor, weight: Tensor) -> str:
     return json.dumps(
         [
             MEASURED, machine_name(), torch.__version__, torch.get_num_threads(), x.device.type,
-            str(x.dtype), is_last(x), list(x.shape), list(weight.shape), list(conv.out),
-            list(conv.padding), list(conv.spec.stride), list(conv.spec.dilation), conv.groups,
-            _onednn(), None if halo is None else [str(box) for box in halo.boxes],
+            str(x.dtype), list(x.shape), list(weight.shape), list(conv.out), list(conv.padding),
+            list(conv.spec.stride), list(conv.spec.dilation), conv.groups, _onednn(),
+            None if halo is None else [str(box) for box in halo.boxes],
         ]
     )  # fmt: skip
 
 
 def _measure(conv: LocalConv, x: Tensor, weight: Tensor) -> list[float]:
-    """Time each way in each phase, without any message, and changing the result's format.
+    """Time each way in each phase, without any message, and changes of memory format.
 
-    Without a halo nothing is patched, and where torch calls oneDNN by itself, or there is none,
-    calling it is no way of its own: such ways take as long as those they are the same as.
+    A way gets its operands in its own format. Without a halo nothing is patched, and where torch
+    calls oneDNN by itself, or there is none, calling it is no way of its own: such ways take as
+    long as those they are the same as.
     """
-    given = torch.randn_like(x.new_empty(conv.out))
+    given = noise(x, conv.out)
+    slabs = {last: formatted(x, last=last) for last in (False, True)}
     grads = {last: formatted(given, last=last) for last in (False, True)}
     frame = None if conv.halo is None else conv.halo.zeros(x)
 
     def forward(way: Way) -> None:
-        conv.forward(way, x, weight, None, lambda: frame)  # type: ignore[arg-type, return-value]
+        conv.forward(way, slabs[way.last], weight, None, lambda: frame)  # type: ignore[arg-type, return-value]
 
     def data(way: Way) -> None:
-        conv.data(way, grads[way.last], x, weight, frame, lambda outer: None)
+        conv.data(way, grads[way.last], slabs[way.last], weight, frame, lambda outer: None)
 
     def to_weight(way: Way) -> None:
-        conv.weight(way, grads[way.last], x, weight, frame, bias=False)
+        conv.weight(way, grads[way.last], slabs[way.last], weight, frame, bias=False)
 
-    def change(way: Way) -> None:
-        formatted(given, last=way.last)
-
-    phases: list[Callable[[Way], None]] = [forward, data, to_weight]
     apart = _leaves_onednn(conv, x, weight)
     patches = conv.halo is not None and conv.halo.thin is not None
-    same = {way: Way(way.patch and patches, way.last, way.onednn and apart) for way in WAYS}
+    phases: dict[str, Callable[[Way], None]] = dict(zip(PHASES, (forward, data, to_weight)))
     times = []
-    for phase in phases:
-        taken = _times(phase, [way for way in WAYS if same[way] == way], x)
-        times += [taken[same[way]] for way in WAYS]
-    (changing,) = _times(change, [Way(patch=False, last=True)], x).values()
-    return [*times, changing]
+    for name, phase in phases.items():
+
+        def same(way: Way, turned: bool = name == "data" and _turns(conv, x, weight)) -> Way:
+            calls = way.onednn and (apart or (turned and way.last))
+            return Way(way.patch and patches, way.last, calls)
+
+        taken = _times(phase, [way for way in WAYS if same(way) == way], x)
+        times += [taken[same(way)] for way in WAYS]
+    return [*times, *(_changing(tensors, x) for tensors in (slabs, grads))]
+
+
+def _changing(tensors: dict[bool, Tensor], x: Tensor) -> float:
+    """Return what it takes to bring a tensor from one memory format to the other, on average."""
+
+    def change(way: Way) -> None:
+        formatted(tensors[not way.last], last=way.last)
+
+    found = [_times(change, [Way(patch=False, last=last)], x) for last in (False, True)]
+    return sum(sum(times.values()) for times in found) / len(found)
+
+
+def _turns(conv: LocalConv, x: Tensor, weight: Tensor) -> bool:
+    """Whether the gradient of x can be found by oneDNN as a convolution of dy."""
+    there = bool(prod(conv.out) and x.numel() and weight.numel())
+    return there and x.device.type == "cpu" and _onednn() and conv.turns(conv.padding)
 
 
 def _leaves_onednn(conv: LocalConv, x: Tensor, weight: Tensor) -> bool:
@@ -185,7 +237,7 @@ def _onednn() -> bool:
 def _times(phase: Callable[[Way], None], ways: list[Way], x: Tensor) -> dict[Way, float]:
     """Return the shortest of a few runs of each way, in seconds, taken in turn.
 
-    The first run prepares what later ones use. Those that are behind after two more are left out.
+    The first run prepares what later ones use. Those that are behind after one more are left out.
     """
     best = dict.fromkeys(ways, inf)
     left = ways
@@ -197,7 +249,7 @@ def _times(phase: Callable[[Way], None], ways: list[Way], x: Tensor) -> dict[Way
             settle(x)
             best[way] = min(best[way], time.perf_counter() - began)
         fastest = min(best.values())
-        if number > 1:
+        if number:
             left = [way for way in left if best[way] <= BEHIND * fastest]
         if number and (len(left) < 2 <= len(ways) or fastest > LONG):
             break

@@ -102,8 +102,11 @@ def _fitted(found: Formulation, wanted: Ints) -> Ints:
     """Return, for each row of degrees, the candidate of each layer that comes nearest to it."""
     known: dict[Any, Ints] = {}
     columns = []
+    most = found.setting.devices
     for some in found.choices.candidates:
-        key = (tuple(sorted(some.layer.extents.items())), some.table.tobytes(), len(some.again))
+        # all that counts of an extent is which degrees it has room for
+        room = tuple(sorted((name, min(size, most)) for name, size in some.layer.extents.items()))
+        key = (room, some.table.tobytes(), len(some.again))
         if key not in known:
             known[key] = some.nearest(wanted)
         columns.append(known[key])

@@ -89,13 +89,13 @@ class Between:
         Where ranks used a block for different results, each of them has a partial sum of its
         gradient: a rank gets all of them, or where blocks stay where they are, they are summed.
         """
+        few, where = (columns, None) if alike is None else alike
         if self.by_rank:
-            some, others = self.source.take(rows), self.target.take(columns)
+            some, others = self.source.take(rows), self.target.take(few)
             there = _moved_by_rank(others, some, self.node, paired)
         else:
-            few, where = (columns, None) if alike is None else alike
             there = self._back.bill(few, rows, paired)
-            there = there if where is None else there.at(where)
+        there = there if where is None else there.at(where)
         bill = there if paired else there.turned()
         partial = _columns(self.target.partial[columns], paired)
         if (partial == 1).all():
@@ -119,10 +119,32 @@ class Between:
             (partial * after).astype(np.float64),
         )
 
-    def alike(self, columns: Ints) -> tuple[Ints, Ints]:
-        """Return columns one for each layout of blocks, and where each column's is among them."""
+    def alike(self, columns: Ints) -> tuple[Ints, Ints] | None:
+        """Return columns one for each layout of blocks, and where each column's is among them.
+
+        None where parts and places do not tell all of a layout.
+        """
+        if self.source.index is not None or self.target.index is not None:
+            return None
         _, first, where = np.unique(self._same[1][columns], return_index=True, return_inverse=True)
         return columns[first], where.reshape(-1)
+
+    @cached_property
+    def every_forth(self) -> tuple[Bill, Ints | None]:
+        """All moves there as `forth` bills them, where alike to one target each, and which one."""
+        rows, columns = np.arange(len(self.source)), np.arange(len(self.target))
+        few, where = self._every_alike or (columns, None)
+        return self.forth(rows, few), where
+
+    @cached_property
+    def every_back(self) -> Bill:
+        """All moves back."""
+        rows, columns = np.arange(len(self.source)), np.arange(len(self.target))
+        return self.back(rows, columns, alike=self._every_alike)
+
+    @cached_property
+    def _every_alike(self) -> tuple[Ints, Ints] | None:
+        return self.alike(np.arange(len(self.target)))
 
     @cached_property
     def _forth(self) -> _Way:
@@ -213,18 +235,10 @@ def _moved_by_rank(source: Layouts, target: Layouts, node: int, paired: bool) ->
     Along one dim few layouts differ, so overlaps are found once for those; the rest is products.
     """
     coarse = _outside(source, node)
-    nested = source.blocks() // (source.parts // coarse)[:, None, :]
-    there = _intervals(target.blocks(), target.parts, target.shape)
-    here = _intervals(source.blocks(), source.parts, source.shape)
-    around = _intervals(nested, coarse, source.shape)
-    lines = [
-        _Line(
-            extent, source.parts[:, d], (*(x[d] for x in here), *(x[d] for x in around)),
-            (there[0][d], there[1][d]),
-        )
-        for d, extent in enumerate(source.shape)
-    ]  # fmt: skip
-    every = _boxes(*there)
+    lines = [_Line(source, target, coarse, dim) for dim in range(len(source.shape))]
+    every = np.ones((len(target), target.ranks), np.int64)
+    for line in lines:
+        every *= line.wanted[line.there]
     width = 1 if paired else len(target)
     near, far, near_messages, far_messages = np.zeros((4, len(source), width))
     step = max(AT_ONCE // max(width * source.ranks, 1), 1)
@@ -237,7 +251,7 @@ def _moved_by_rank(source: Layouts, target: Layouts, node: int, paired: bool) ->
             mine, close = mine * line.own[pair], close * line.near[pair]
         close = np.maximum(close, mine)
         wanted = every[columns]
-        worst = (wanted - mine + 1e-3 * (wanted - close)).argmax(-1)
+        worst = (1000 * (wanted - mine) + (wanted - close)).argmax(-1)
         own, inside, touched = np.ones((3, *worst.shape), np.int64)
         for line, pair in zip(lines, at, strict=True):
             own *= line.own[(*pair, worst)]
@@ -258,23 +272,28 @@ class _Line:
 
     `here` and `there` number the cuts of each source and target. By these numbers and rank, `own`
     is what a rank has of what it needs, `near` what its node is sure to have, and the counts are
-    from how many blocks that comes and from how many all of it.
+    from how many blocks that comes and from how many all of it. `wanted` is what a rank needs, by
+    the target's number.
     """
 
-    def __init__(
-        self, extent: int, parts: Ints, source: tuple[Ints, ...], target: tuple[Ints, ...]
-    ) -> None:
-        ranks = source[0].shape[1]
-        rows, self.here = _distinct((*source, parts[:, None]))
-        columns, self.there = _distinct(target)
-        cuts = rows[:, None, -1:]
-        begin, end, first, last = (rows[:, None, k * ranks : (k + 1) * ranks] for k in range(4))
-        low, high = columns[None, :, :ranks], columns[None, :, ranks:]
+    def __init__(self, source: Layouts, target: Layouts, coarse: Ints, dim: int) -> None:
+        extent = source.shape[dim]
+        first, self.here = source.cuts(dim)
+        rows = source.take(first)
+        cuts, around = rows.parts[:, dim, None], coarse[first, dim, None]
+        index = rows.blocks()[:, :, dim]
+        begin, end = (one[:, None] for one in _intervals(index, cuts, extent))
+        nested = _intervals(index // (cuts // around), around, extent)
+        first, self.there = target.cuts(dim)
+        columns = target.take(first)
+        wants = columns.blocks()[:, :, dim], columns.parts[:, dim, None]
+        low, high = (one[None] for one in _intervals(*wants, extent))
+        self.wanted = np.maximum(high - low, 0)[0]
         self.own = np.maximum(np.minimum(end, high) - np.maximum(begin, low), 0)
-        first, last = np.maximum(first, low), np.minimum(last, high)
-        self.near = np.maximum(last - first, 0)
-        self.near_count = _touched(first, last, cuts, extent)
-        self.count = _touched(low, high, cuts, extent)
+        inner, outer = np.maximum(nested[0][:, None], low), np.minimum(nested[1][:, None], high)
+        self.near = np.maximum(outer - inner, 0)
+        self.near_count = _touched(inner, outer, cuts[:, None], extent)
+        self.count = _touched(low, high, cuts[:, None], extent)
 
 
 def _distinct(columns: tuple[Ints, ...]) -> tuple[Ints, Ints]:
@@ -284,20 +303,9 @@ def _distinct(columns: tuple[Ints, ...]) -> tuple[Ints, Ints]:
     return table[first], where
 
 
-def _intervals(index: Ints, parts: Ints, shape: tuple[int, ...]) -> tuple[Ints, Ints]:
-    """Return where blocks begin and end, (dims, layouts, ranks)."""
-    extents = np.array(shape, np.int64)
-    cuts = parts[:, None, :]
-    begin, end = index * extents // cuts, (index + 1) * extents // cuts
-    return np.moveaxis(begin, 2, 0).copy(), np.moveaxis(end, 2, 0).copy()
-
-
-def _boxes(begin: Ints, end: Ints) -> Ints:
-    """Return how many elements boxes hold; dims come first."""
-    found = np.ones(begin.shape[1:], np.int64)
-    for dim in range(len(begin)):
-        found *= np.maximum(end[dim] - begin[dim], 0)
-    return found
+def _intervals(index: Ints, parts: Ints, extent: int) -> tuple[Ints, Ints]:
+    """Return where blocks of a dim begin and end."""
+    return index * extent // parts, (index + 1) * extent // parts
 
 
 def _touched(begin: Ints, end: Ints, parts: Ints, extent: int) -> Ints:

@@ -184,20 +184,20 @@ def node_cost(form: Form, setting: Setting, *, grads: set[Value]) -> NodeCost:
     buffers = _Buffers(len(table))
     for index, value in moving:
         swap = form.swap("bring", index, prod(value.shape))
-        cost.halo_forward += swap_s(swap, table, setting, setting.size(value))
+        cost.halo_forward += swap_s(swap, setting, setting.size(value))
         buffers.forward(swap.received * setting.size(value))
         if value in grads:
             back = form.swap("bring_back", index, prod(value.shape))
-            cost.halo_backward += swap_s(back, table, setting, setting.size(value))
+            cost.halo_backward += swap_s(back, setting, setting.size(value))
             buffers.backward(back.received * setting.size(value))
     for index, value in results:
         swap = form.swap("finish", index, prod(value.shape))
-        cost.exchange_forward += swap_s(swap, table, setting, setting.size(value))
+        cost.exchange_forward += swap_s(swap, setting, setting.size(value))
         given = form.share("give", index) * prod(value.shape) * setting.size(value)
         buffers.forward(swap.received * setting.size(value), given)
         if value in grads:
             back = form.swap("finish_back", index, prod(value.shape))
-            cost.exchange_backward += swap_s(back, table, setting, setting.size(value))
+            cost.exchange_backward += swap_s(back, setting, setting.size(value))
             buffers.backward(back.received * setting.size(value))
     _add_compute(cost, form, setting, moving, grads)
     buffers.add_to(cost)
@@ -372,36 +372,11 @@ def add_parameters(
     cost.copy_bytes[:] = np.maximum(cost.copy_bytes, copies * largest)
 
 
-def stride(table: Ints, letter: str, devices: int) -> Ints:
-    """Return how far apart the ranks along a letter's axis stand."""
-    after = LETTERS.index(letter) + 1
-    return np.asarray(devices // table[:, :after].prod(1), np.int64)
-
-
-def swap_s(swap: Swap, table: Ints, setting: Setting, itemsize: int) -> Floats:
-    """Return the seconds of an exchange among neighbours along each axis.
-
-    What comes from beyond the node is found axis by axis: of the ranks along one, so many as fit
-    are in the node, and the worst rank stands at its edge.
-    """
-    machine = setting.machine
-    near_parts = np.ones(len(table))
-    all_parts = np.ones(len(table))
-    far_share = np.zeros(len(table))
-    for group, parts in swap.parts.items():
-        size = table[:, [LETTERS.index(letter) for letter in group]].prod(1)
-        step = stride(table, group[-1], setting.devices)
-        inside = np.clip(setting.node // step, 1, size)
-        sides = np.where(inside > 1, np.floor((parts - 1) / 2), 0.0)
-        peers = np.where(parts >= size, inside - 1.0, sides)
-        peers = np.where(inside == size, parts - 1, np.minimum(peers, parts - 1))
-        near_parts *= 1 + peers
-        all_parts *= parts
-        with np.errstate(invalid="ignore", divide="ignore"):
-            share = np.where(parts > 1, (parts - 1 - peers) / (parts - 1), 0.0)
-        far_share = np.maximum(far_share, share)
+def swap_s(swap: Swap, setting: Setting, itemsize: int) -> Floats:
+    """Return the seconds of an exchange among neighbours along each axis."""
+    machine, reach = setting.machine, swap.reach(setting.node)
     received = swap.received * itemsize
-    messages = np.where(received > 0, all_parts - 1, 0.0)
-    near = np.where(received > 0, near_parts - 1, 0.0)
-    far_s = link_s(machine.network, received * far_share, messages - near)
-    return far_s + link_s(machine.node, received * (1 - far_share), near)
+    messages = np.where(received > 0, reach.all_parts - 1, 0.0)
+    near = np.where(received > 0, reach.near_parts - 1, 0.0)
+    far_s = link_s(machine.network, received * reach.far_share, messages - near)
+    return far_s + link_s(machine.node, received * (1 - reach.far_share), near)

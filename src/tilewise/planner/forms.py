@@ -13,9 +13,10 @@ unless cuts are so uneven that the largest slab and the largest halo lie on diff
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,15 +28,16 @@ from tilewise.layout import PARTIAL, REPLICA, Cover, Degrees, Layout
 from tilewise.ops.draws import Draws
 from tilewise.planner.candidates import LETTERS
 from tilewise.planner.layouts import distinct_rows
+from tilewise.planner.reach import Reach, reach
 from tilewise.planner.traffic import coords, overlap_matrix
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 GROUPS = ("n", "d", "h", "w", "cf")
+JOINS = ("cat", "concat", "concatenate")
 
 
-@dataclass(frozen=True)
-class Lane:
+class Lane(NamedTuple):
     """One exchange of a layer under degrees of one group, as shares of the tensor.
 
     Of the rank that receives most: `wanted` is what it must have, `own` what it has of that,
@@ -116,22 +118,116 @@ class Answer:
     roles: tuple[Mapping[str, int], ...]
 
 
-@dataclass(frozen=True)
-class Swap:
-    """An exchange of all candidates: elements, and messages, of the fullest rank and of all.
+class Lanes:
+    """An exchange of all candidates in shares of the tensor, as Lane has it of one.
 
-    `all_own` is the share of the tensor that all ranks together have of what they want.
+    `by_group` are the parts along each group of letters.
     """
 
-    wanted: Floats
-    own: Floats
-    parts: Mapping[str, Floats]
+    def __init__(
+        self, product: Floats, by_group: Mapping[str, Floats], table: Ints, devices: int
+    ) -> None:
+        columns: Sequence[Floats] = list(product)
+        self.wanted, self.own, _, self.all_wanted, self.all_own = columns
+        self.by_group, self._table, self._devices = by_group, table, devices
+        self._reach: dict[int, Reach] = {}
+
+    def reach(self, node: int) -> Reach:
+        """Return how far its messages reach with nodes of so many devices."""
+        if node not in self._reach:
+            self._reach[node] = reach(self.by_group, self._table, self._devices, node)
+        return self._reach[node]
+
+
+@dataclass(frozen=True)
+class Swap:
+    """An exchange of all candidates: elements of the fullest rank and of all.
+
+    `lanes` are the same in shares of the tensor, with its messages.
+    """
+
+    lanes: Lanes
+    elements: int
     total: Floats
-    all_own: Floats
 
     @property
     def received(self) -> Floats:
-        return self.wanted - self.own
+        return self.lanes.wanted * self.elements - self.lanes.own * self.elements
+
+    @property
+    def parts(self) -> Mapping[str, Floats]:
+        """From how many ranks along each group of letters it comes."""
+        return self.lanes.by_group
+
+    @property
+    def all_own(self) -> Floats:
+        """The share of the tensor that all ranks together have of what they want."""
+        return self.lanes.all_own
+
+    def reach(self, node: int) -> Reach:
+        """Return how far its messages reach with nodes of so many devices."""
+        return self.lanes.reach(node)
+
+
+@dataclass
+class Known:
+    """What rules have said before: networks repeat themselves, and widths often differ only.
+
+    `answers` are by the outline of the call; `columns` hold what was made of them, by outline and
+    table of candidates.
+    """
+
+    answers: dict[str, dict[Degrees, Answer]] = field(default_factory=dict)
+    columns: dict[tuple[str, bytes], Columns] = field(default_factory=dict)
+
+
+class Columns:
+    """The answers to a table of candidates, group by group, and products of them."""
+
+    def __init__(self, table: Ints, devices: int, ask: Callable[[str, Degrees], Answer]) -> None:
+        self.table, self.devices = table, devices
+        self.answers: dict[str, list[Answer]] = {}
+        self.at: dict[str, Ints] = {}
+        pairs = {
+            "n": table[:, :1], "d": table[:, 1:2], "h": table[:, 2:3], "w": table[:, 3:4],
+            "cf": table[:, 4:],
+        }  # fmt: skip
+        for group, columns in pairs.items():
+            first, self.at[group] = distinct_rows(columns)
+            self.answers[group] = [
+                ask(group, Degrees(**dict(zip(group, map(int, row))))) for row in columns[first]
+            ]
+        self._shares: dict[tuple[str, int, tuple[str, ...]], Floats] = {}
+        self._lanes: dict[tuple[str, int], Lanes] = {}
+
+    def share(self, name: str, index: int, groups: tuple[str, ...]) -> Floats:
+        """Multiply `need`, `give` or `out` of one operand or result over groups of letters."""
+        key = (name, index, groups)
+        if key not in self._shares:
+            found = np.ones(len(self.table))
+            for group in groups:
+                column = np.array([getattr(answer, name)[index] for answer in self.answers[group]])
+                found *= column[self.at[group]]
+            found.flags.writeable = False
+            self._shares[key] = found
+        return self._shares[key]
+
+    def lanes(self, name: str, index: int) -> Lanes:
+        """Multiply the exchanges of one operand or result over all groups."""
+        key = (name, index)
+        if key not in self._lanes:
+            self._lanes[key] = self._multiplied(name, index)
+        return self._lanes[key]
+
+    def _multiplied(self, name: str, index: int) -> Lanes:
+        product = np.ones((len(Lane._fields), len(self.table)))
+        parts = {}
+        for group in GROUPS:
+            some = [getattr(answer, name)[index] for answer in self.answers[group]]
+            columns = np.array(some).T[:, self.at[group]]
+            product *= columns
+            parts[group] = columns[Lane._fields.index("parts")]
+        return Lanes(product, parts, self.table, self.devices)
 
 
 class Form:
@@ -144,23 +240,20 @@ class Form:
         alone = lower_alone(node, labels, Degrees())
         self.operands: Sequence[Value] = alone.operands
         self.fused = alone.operation.fused
-        self.answers: dict[str, list[Answer]] = {}
-        self.at: dict[str, Ints] = {}
-        self.known = known.setdefault(signature(node, labels), {})
-        pairs = {
-            "n": table[:, :1], "d": table[:, 1:2], "h": table[:, 2:3], "w": table[:, 3:4],
-            "cf": table[:, 4:],
-        }  # fmt: skip
-        for group, columns in pairs.items():
-            first, self.at[group] = distinct_rows(columns)
-            self.answers[group] = [
-                self._ask(Degrees(**dict(zip(group, map(int, row))))) for row in columns[first]
-            ]
+        text = outline(node, labels, devices)
+        beside = outline(node, labels, devices, cut=False)
+        self._texts = {group: text if group == "cf" else beside for group in GROUPS}
+        self._known = known.answers
+        key = (text, table.tobytes())
+        if key not in known.columns:
+            known.columns[key] = Columns(table, devices, self._ask)
+        self.columns = known.columns[key]
 
-    def _ask(self, degrees: Degrees) -> Answer:
-        if degrees not in self.known:
-            self.known[degrees] = self._answer(degrees)
-        return self.known[degrees]
+    def _ask(self, group: str, degrees: Degrees) -> Answer:
+        known = self._known.setdefault(self._texts[group], {})
+        if degrees not in known:
+            known[degrees] = self._answer(degrees)
+        return known[degrees]
 
     def _answer(self, degrees: Degrees) -> Answer:
         lowered = lower_alone(self.node, self.labels, degrees)
@@ -183,35 +276,16 @@ class Form:
             tuple(_roles(need.cover, degrees) for need in operation.needs),
         )
 
-    def share(self, name: str, index: int, groups: Sequence[str] = GROUPS) -> Floats:
+    def share(self, name: str, index: int, groups: tuple[str, ...] = GROUPS) -> Floats:
         """Multiply `need`, `give` or `out` of one operand or result over groups of letters."""
-        found = np.ones(len(self.table))
-        for group in groups:
-            column = np.array([getattr(answer, name)[index] for answer in self.answers[group]])
-            found *= column[self.at[group]]
-        return found
+        return self.columns.share(name, index, groups)
 
     def swap(self, name: str, index: int, elements: int) -> Swap:
         """Return an exchange of one operand or result that has so many elements."""
-        columns: dict[str, dict[str, Floats]] = {
-            field: {} for field in ("wanted", "own", "parts", "all_wanted", "all_own")
-        }
-        for group in GROUPS:
-            lanes = [getattr(answer, name)[index] for answer in self.answers[group]]
-            for field, found in columns.items():
-                found[group] = np.array([getattr(lane, field) for lane in lanes])[self.at[group]]
-        product = {
-            field: np.prod([found[group] for group in GROUPS], axis=0)
-            for field, found in columns.items()
-        }
+        lanes = self.columns.lanes(name, index)
         replicas = self.devices / self.table.prod(1)
-        return Swap(
-            product["wanted"] * elements,
-            product["own"] * elements,
-            columns["parts"],
-            np.rint((product["all_wanted"] - product["all_own"]) * elements * replicas),
-            product["all_own"],
-        )
+        total = np.rint((lanes.all_wanted - lanes.all_own) * elements * replicas)
+        return Swap(lanes, elements, total)
 
     def rim(self) -> NDArray[np.bool_]:
         """Return where a fused call receives what surrounds its slab of the first operand.
@@ -228,7 +302,7 @@ class Form:
     def roles(self, index: int) -> dict[str, int]:
         """Return the dim of an operand that each letter cuts; PARTIAL or REPLICA where none."""
         found = dict.fromkeys(LETTERS, REPLICA)
-        for answers in self.answers.values():
+        for answers in self.columns.answers.values():
             for answer in answers:
                 found |= answer.roles[index]
         return found
@@ -240,15 +314,40 @@ class Form:
         return self.table[:, columns].prod(1) if columns else np.ones(len(self.table), np.int64)
 
 
-Known = dict[str, dict[Degrees, Answer]]
-"""What rules have said before, by the signature of the call: networks repeat themselves."""
-
-
 def signature(node: Node, labels: Mapping[Value, str]) -> str:
     """Return a text that is the same for calls whose rules say the same."""
 
     def described(value: Value) -> str:
         return f"{value.origin} {value.shape} {value.dtype} {labels.get(value)}"
+
+    args = replace_values((node.args, node.kwargs), described)
+    return f"{node.kind} {args} {[described(out) for out in node.outs]}"
+
+
+def outline(node: Node, labels: Mapping[Value, str], devices: int, *, cut: bool = True) -> str:
+    """Return a text that is the same for calls whose rules give the same shares.
+
+    All degrees divide the devices. Channels that these divide are cut into equal parts, of which
+    a convolution or pooling takes the same share however many they are. Channels that are not cut
+    are not told apart.
+    """
+    weighted = node.kind.startswith("conv") or "_pool" in node.kind
+    if not weighted and (cut or node.kind not in JOINS):
+        return signature(node, labels)
+
+    def channels(extent: int) -> str | int:
+        if not cut:
+            return "any"
+        return extent if extent % devices else "even"
+
+    def described(value: Value) -> str:
+        # a weight's channels and filters come first
+        text = labels.get(value, "cc" if value.held else "")
+        shape = [
+            channels(extent) if text[dim : dim + 1] == "c" else extent
+            for dim, extent in enumerate(value.shape)
+        ]
+        return f"{value.origin} {shape} {value.dtype} {labels.get(value)}"
 
     args = replace_values((node.args, node.kwargs), described)
     return f"{node.kind} {args} {[described(out) for out in node.outs]}"

@@ -141,7 +141,7 @@ class _Walk:
         self.setting, self.choices = found.setting, found.choices
         self.places = self.choices.places
         self.grads = differentiable(self.choices.program)
-        self.known: Known = {}
+        self.known = Known()
         self.kept: set[Value] = set()
         self.outside: set[Value] = set()
 
@@ -187,8 +187,7 @@ class _Walk:
             halo = (swap.received > 0) & ~rim
             copy = form.share("need", index) * prod(value.shape)
             self._read(node, variable, value, wants, halo)
-            held = keeps(node, split=bool(halo.any()))
-            if held.operands:
+            if keeps(node).operands:
                 # a copy with neighbours' rows, or those apart; whether the operand stays, see _hold
                 copy = np.where(halo, copy, np.where(rim, swap.received, 0.0))
                 cost.saved_bytes += copy * self.setting.size(value)
@@ -273,7 +272,7 @@ class _Walk:
     ) -> None:
         """Note a reader of a tensor; one of the tensor's own variable pays for the move itself."""
         place = self.places[value]
-        stays = keeps(node, split=bool(halo.any())).operands
+        stays = keeps(node, split=bool(halo.all())).operands
         if place.owner != variable:
             reader = Reader(node, variable, wants, stays, halo)
             self.found.readers.setdefault(value, []).append(reader)
@@ -313,6 +312,8 @@ class _Walk:
         for value, place in self.places.items():
             readers = self.found.readers.get(value, [])
             keepers = [reader for reader in readers if reader.keeps]
+            always = [reader for reader in keepers if keeps(reader.node).operands]
+            keepers = always or keepers
             size = place.local * self.setting.size(value)
             maker = makers.get(value)
             if value.origin == "input" or value in self.kept or len(keepers) > 1:
@@ -335,7 +336,7 @@ class _Walk:
                 cost = self.found.costs[reader.node.name]
                 cost.saved_bytes += np.where(reader.halo | (cost.again > 0), 0.0, local)
         self._hold_results()
-        tables: Tables = {}
+        tables = Tables()
         for value, readers in self.found.readers.items():
             place = self.places[value]
             kept = np.full(len(place.where), value in self.kept)

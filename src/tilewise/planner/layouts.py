@@ -7,9 +7,10 @@ Each row is a layout: for every dim its number of parts, and how many ranks stan
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from math import lcm
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,9 @@ from tilewise.planner.traffic import coords
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+
+LARGEST = 1 << 62
+"""Numbers that stand for rows are below this."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,17 @@ class Layouts:
         first, where = distinct_rows(keys)
         return self.take(first), where
 
+    def cuts(self, dim: int) -> tuple[Ints, Ints]:
+        """Return where each way to cut one dim stands first, and which of them each row has."""
+        columns = [self.parts[:, dim, None], self.outer[:, dim, None]]
+        if self.index is not None:
+            columns.append(self.index[:, :, dim])
+        return distinct_rows(np.concatenate(columns, axis=1))
+
+    def of_shape(self, shape: tuple[int, ...]) -> Layouts:
+        """Return the same cuts of a tensor with other extents."""
+        return replace(self, shape=shape)
+
     @staticmethod
     def joined(several: Sequence[Layouts]) -> Layouts:
         """Return the rows of several tables, one after the other."""
@@ -165,6 +180,22 @@ class Layouts:
         return np.asarray(np.ceil(np.array(self.shape) / self.parts).prod(1), np.float64)
 
 
+def smallest(sources: Layouts, targets: Layouts) -> tuple[Layouts, Layouts, int]:
+    """Return the same cuts of the smallest tensor of which they are alike, and a scale.
+
+    Where all cuts of a dim fall on multiples of some length, that may be one: all that layouts of
+    the larger tensor share is as many times as much. So tensors of many sizes have moves that
+    differ by a factor only.
+    """
+    shape, scale = list(sources.shape), 1
+    for dim, extent in enumerate(sources.shape):
+        parts = (*np.unique(sources.parts[:, dim]), *np.unique(targets.parts[:, dim]))
+        least = lcm(*(int(one) for one in parts))
+        if extent and extent % least == 0:
+            shape[dim], scale = least, scale * (extent // least)
+    return sources.of_shape(tuple(shape)), targets.of_shape(tuple(shape)), scale
+
+
 def distinct_rows(table: Ints) -> tuple[Ints, Ints]:
     """Return where each different row stands first, in order of rows, and which one each row is.
 
@@ -172,13 +203,17 @@ def distinct_rows(table: Ints) -> tuple[Ints, Ints]:
     """
     number = np.zeros(len(table), np.int64)
     count = 1
-    for column in table.T:
-        values, where = np.unique(column, return_inverse=True)
-        if count * max(len(values), 1) >= 1 << 62:
+    for column in table.T if len(table) else ():
+        least = int(column.min())
+        values, width = column - least, int(column.max()) - least + 1
+        if count * width >= LARGEST:
+            seen, values = np.unique(column, return_inverse=True)
+            values, width = values.reshape(-1), len(seen)
+        if count * width >= LARGEST:
             number = np.unique(number, return_inverse=True)[1].reshape(-1)
-            count = int(number.max(initial=0)) + 1
-        number = number * len(values) + where.reshape(-1)
-        count *= max(len(values), 1)
+            count = int(number.max()) + 1
+        number = number * width + values
+        count *= width
     _, first, where = np.unique(number, return_index=True, return_inverse=True)
     return first, where.reshape(-1)
 

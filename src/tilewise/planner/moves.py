@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tilewise.graph.graph import Node, Value
 from tilewise.planner.bills import Between, Bill
 from tilewise.planner.cost import Setting
-from tilewise.planner.layouts import Layouts, distinct_rows
+from tilewise.planner.layouts import Layouts, distinct_rows, smallest
 from tilewise.planner.places import Place
 from tilewise.planner.price import bill_s
 from tilewise.planner.solve import Moves
@@ -37,7 +37,7 @@ class Reader:
     """A call of another variable that reads a tensor.
 
     `keeps` tells whether backward needs the operand, `halo` for which candidates the call makes a
-    copy of it with neighbours' rows.
+    copy of it with neighbours' rows, or pools such a copy and keeps nothing.
     """
 
     node: Node
@@ -55,8 +55,16 @@ Of = Callable[[Bill, Ints], Floats]
 Found = dict[str, Both]
 """Things of moves by what they are."""
 
-Tables = dict[Any, Found]
-"""Things of all moves of a tensor, by what tells them from others'."""
+
+@dataclass
+class Tables:
+    """What is known of all moves of a tensor, by what tells them from others'.
+
+    `between` holds bills, which tensors share that are cut alike and differ in size only.
+    """
+
+    found: dict[Any, Found] = field(default_factory=dict)
+    between: dict[Any, Between] = field(default_factory=dict)
 
 
 class MoveCosts:
@@ -79,9 +87,10 @@ class MoveCosts:
         held: Floats | None = None,
         tables: Tables | None = None,
     ) -> None:
-        self.tables = {} if tables is None else tables
-        self.sources, self.targets, self.setting, self.grads = sources, targets, setting, grads
-        self.itemsize = setting.size(value)
+        self.tables = Tables() if tables is None else tables
+        self.sources, self.targets, scale = smallest(sources, targets)
+        self.setting, self.grads = setting, grads
+        self.itemsize = setting.size(value) * scale
         self.held = np.zeros(len(targets)) if held is None else held
         self.wants: list[Ints] = []
         self.leaves: Ints = np.zeros(0, np.int64)
@@ -185,7 +194,7 @@ class MoveCosts:
         """Return something of moves from some rows to some columns."""
         if self._table is None:
             return self._each([of], rows, columns)[of.__name__]
-        there, back = (one[np.ix_(rows, columns)] for one in self._table[of.__name__])
+        there, back = (one[rows[:, None], columns] for one in self._table[of.__name__])
         return there, back
 
     @cached_property
@@ -194,10 +203,24 @@ class MoveCosts:
         if len(self.sources) * len(self.targets) > WHOLE_TABLE:
             return None
         key = (self.sources.key, self.targets.key, self.itemsize, self.grads)
-        if key not in self.tables:
-            everything = np.arange(len(self.sources)), np.arange(len(self.targets))
-            self.tables[key] = self._each([self._seconds, self._passing], *everything)
-        return self.tables[key]
+        if key not in self.tables.found:
+            rows, columns = np.arange(len(self.sources)), np.arange(len(self.targets))
+            several = [self._seconds, self._passing]
+            few = self.by_rank or len(rows) * len(columns) <= AT_ONCE
+            found = self._whole(several, rows) if few else self._each(several, rows, columns)
+            self.tables.found[key] = found
+        return self.tables.found[key]
+
+    def _whole(self, several: Sequence[Of], rows: Ints) -> Found:
+        """Find things of all moves there and back, from bills that are kept."""
+        bill, where = self._between.every_forth
+        found = {}
+        for of in several:
+            there = of(bill, rows)
+            there = there if where is None else there.take(where, 1)
+            back = of(self._between.every_back, rows) if self.grads else np.zeros_like(there)
+            found[of.__name__] = there, back
+        return found
 
     def _each(
         self, several: Sequence[Of], rows: Ints, columns: Ints, *, paired: bool = False
@@ -237,4 +260,8 @@ class MoveCosts:
 
     @cached_property
     def _between(self) -> Between:
-        return Between(self.sources, self.targets, self.setting.node, by_rank=self.by_rank)
+        key, known = (self.sources.key, self.targets.key), self.tables.between
+        if key not in known:
+            node = self.setting.node
+            known[key] = Between(self.sources, self.targets, node, by_rank=self.by_rank)
+        return known[key]

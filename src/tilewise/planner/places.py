@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tilewise.graph.captured import Graph
 from tilewise.graph.graph import Node, Program, Value
 from tilewise.layout import REPLICA, Degrees
-from tilewise.plan import Layer
+from tilewise.plan import Layer, Plan
 from tilewise.planner.candidates import LETTERS, Candidates, candidates
 from tilewise.planner.layouts import Layouts
 
@@ -93,6 +93,29 @@ def choices(
             found.variable[node.name] = len(found.names)
             found.names.append(node.name)
             found.candidates.append(candidates(layer, devices, pin=pins.get(node.name)))
+    return found
+
+
+def decided(graph: Graph, plan: Plan) -> dict[str, Degrees]:
+    """Return the degrees of all layers that the planner chooses, or that a plan cuts differently.
+
+    Those that a plan does not name are cut as the layer that they follow.
+    """
+    layers = {layer.name: layer for layer in graph.layers}
+    made_by: dict[Value, Degrees] = {}
+    found: dict[str, Degrees] = {}
+    for node in graph.training.nodes:
+        layer = layers[node.name]
+        operands = [value for value in node.values() if value in made_by]
+        largest = max(operands, key=lambda value: prod(value.shape), default=None)
+        followed = Degrees() if largest is None else made_by[largest]
+        degrees = plan.layers.get(node.name)
+        if chooses(node, layer):
+            usable = {k: v for k, v in followed.items() if k in layer.extents}
+            found[node.name] = Degrees(**usable) if degrees is None else degrees
+        elif degrees is not None and degrees != followed:
+            found[node.name] = degrees
+        made_by.update(dict.fromkeys(node.outs, found.get(node.name, followed)))
     return found
 
 

@@ -40,7 +40,7 @@ def rows(found: Formulation, choice: Sequence[int], payload: Payload) -> tuple[R
     """List the layers of the training program that a split matters to."""
     moves = chosen_moves(found, choice)
     overlap = found.setting.machine.overlap_halo
-    sent = payload.bytes_by_layer
+    sent = _sent(found, payload)
     out = []
     for node in found.choices.program.nodes:
         owner = found.choices.owner.get(node.name)
@@ -67,6 +67,15 @@ def rows(found: Formulation, choice: Sequence[int], payload: Payload) -> tuple[R
             )
         )
     return tuple(out)
+
+
+def _sent(found: Formulation, payload: Payload) -> dict[str, int]:
+    """Return the bytes sent for each layer; handing out results counts for the last one."""
+    sent, owner = dict(payload.bytes_by_layer), found.choices.owner
+    last = [node.name for node in found.choices.program.nodes if node.name in owner][-1]
+    for name in [name for name in sent if name not in owner]:
+        sent[last] = sent.get(last, 0) + sent.pop(name)
+    return sent
 
 
 def _seconds(move: Moves) -> float:

@@ -20,6 +20,7 @@ import torch
 from tilewise.errors import PlanError
 from tilewise.graph.captured import Graph
 from tilewise.graph.lower import Planned, plan_program
+from tilewise.graph.parallel import check_names
 from tilewise.layout import Degrees
 from tilewise.ops.draws import Draws
 from tilewise.plan import Plan
@@ -30,6 +31,7 @@ from tilewise.planner.formulate import Formulation, formulate
 from tilewise.planner.frontier import frontier
 from tilewise.planner.machine import Machine, load_machine
 from tilewise.planner.payload import Payload
+from tilewise.planner.places import decided
 from tilewise.planner.rows import Row, rows
 from tilewise.planner.sensitivity import Tried, sensitivity
 from tilewise.planner.solve import Cost, evaluate, solve
@@ -118,7 +120,7 @@ class Found:
 
     @property
     def gap(self) -> float:
-        return max(self.solution.gap, 0.0)
+        return 0.0 if self.optimal else max(self.solution.gap, 0.0)
 
     @property
     def solve_seconds(self) -> float:
@@ -156,9 +158,26 @@ class Found:
         return Found(found, self.memory_bytes, self.time_limit, self.pins, began, hints)
 
     def price(self, plan: Plan) -> Priced:
-        """Price another plan of the same model for the same machine."""
-        choice = self.formulation.choice(plan)
-        return self._priced(choice, evaluate(self.formulation.problem, choice))
+        """Price another plan of the same model for the same machine, whatever was pinned here.
+
+        Layers that it does not name follow those before them.
+        """
+        found = self.formulation
+        check_names(found.graph, plan)
+        degrees = decided(found.graph, plan)
+        again = any(found.choices.stretches)
+        if self.pins or degrees.keys() != set(found.names) or (plan.recompute and not again):
+            again = bool(plan.recompute)
+            found = formulate(found.graph, found.setting, pins=degrees, recompute=again)
+        choice = found.choice(Plan(degrees, recompute=plan.recompute))
+        try:
+            cost = evaluate(found.problem, choice)
+        except ValueError as error:
+            raise PlanError(
+                "plan: layers that share a parameter must have the same c and f"
+            ) from error
+        peak = peak_bytes(found, choice)
+        return Priced(found.plan(choice), cost, peak, peak <= self.memory_bytes)
 
     def seconds(self, plan: Plan) -> float:
         """Return the seconds of a step under another plan."""
@@ -252,6 +271,10 @@ def search(
         time_limit: seconds of searching, when all is priced, after which the best plan so far is
             returned with its gap.
     """
+    if not isinstance(graph, Graph):
+        raise PlanError(
+            f"plan: search takes what tw.capture(model, inputs) returns, not {type(graph).__name__}"
+        )
     if devices < 1:
         raise PlanError(f"plan: devices (={devices}) must be at least 1")
     where = load_machine(machine, devices=devices)
@@ -270,7 +293,7 @@ def search(
 
 def parse_bytes(text: str | int) -> int:
     """Read a size such as `16GiB`, `900MB` or a number of bytes."""
-    if isinstance(text, int):
+    if isinstance(text, int) and text > 0:
         return text
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", str(text).strip())
     if match is None or match[2] not in UNITS or float(match[1]) <= 0:

@@ -89,19 +89,19 @@ def moments(found: Formulation, choice: Sequence[int]) -> Moments:
     again = np.zeros(len(names), bool)
     owners = np.array([found.choices.owner[name] for name in names])
     for index, name in enumerate(names):
-        cost = found.costs[name].take(np.array([choice[found.choices.owner[name]]]))
+        cost, k = found.costs[name], choice[found.choices.owner[name]]
         columns[:, index] = (
-            cost.saved_bytes[0],
-            cost.later_bytes[0],
-            cost.left_bytes[0],
-            cost.given_bytes[0] + copies.get(name, 0),
-            cost.burst_bytes[0],
-            cost.workspace_bytes[0],
-            cost.block_bytes[0],
-            cost.copy_bytes[0],
-            cost.block_bytes[0] * (cost.sync[0] > 0),
+            cost.saved_bytes[k],
+            cost.later_bytes[k],
+            cost.left_bytes[k],
+            cost.given_bytes[k] + copies.get(name, 0),
+            cost.burst_bytes[k],
+            cost.workspace_bytes[k],
+            cost.block_bytes[k],
+            cost.copy_bytes[k],
+            cost.block_bytes[k] * (cost.sync[k] > 0),
         )
-        again[index] = cost.again[0] > 0
+        again[index] = cost.again[k] > 0
     saved, later, left, moved, burst, workspace, block, copy, shared = columns
     bucket = _buckets(shared)
     inner = saved + later

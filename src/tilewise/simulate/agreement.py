@@ -12,13 +12,11 @@ from typing import Any
 
 from tilewise.errors import PlanError
 from tilewise.graph import Graph
-from tilewise.graph.graph import Value
-from tilewise.layout import Degrees
 from tilewise.plan import Plan
 from tilewise.planner.cost import Setting
 from tilewise.planner.formulate import formulate
 from tilewise.planner.payload import Payload
-from tilewise.planner.places import chooses
+from tilewise.planner.places import decided
 from tilewise.planner.solve import Cost, evaluate
 from tilewise.planner.timeline import peak_bytes
 
@@ -61,33 +59,12 @@ class Agreement:
 def planned_cost(graph: Graph, plan: Plan, setting: Setting) -> tuple[Cost, int] | None:
     """Return the planner's cost and peak bytes of a plan, or None where it has none."""
     try:
-        pins = _decided(graph, plan)
+        pins = decided(graph, plan)
         found = formulate(graph, setting, pins=pins, recompute=bool(plan.recompute))
         choice = tuple(map(int, found.again(plan)))  # degrees are pinned: that is all to choose
     except PlanError:
         return None
     return evaluate(found.problem, choice), peak_bytes(found, choice)
-
-
-def _decided(graph: Graph, plan: Plan) -> dict[str, Degrees]:
-    """Return the degrees of all layers that the planner chooses, or that a plan cuts differently
-    from the layer they would follow."""
-    layers = {layer.name: layer for layer in graph.layers}
-    made_by: dict[Value, Degrees] = {}
-    found: dict[str, Degrees] = {}
-    for node in graph.training.nodes:
-        layer = layers[node.name]
-        operands = [value for value in node.values() if value in made_by]
-        largest = max(operands, key=lambda value: prod(value.shape), default=None)
-        followed = Degrees() if largest is None else made_by[largest]
-        degrees = plan.layers.get(node.name)
-        if chooses(node, layer):
-            usable = {k: v for k, v in followed.items() if k in layer.extents}
-            found[node.name] = Degrees(**usable) if degrees is None else degrees
-        elif degrees is not None and degrees != followed:
-            found[node.name] = degrees
-        made_by.update(dict.fromkeys(node.outs, found.get(node.name, followed)))
-    return found
 
 
 def planned_bytes(payload: Payload, rank: int) -> dict[str, int]:
