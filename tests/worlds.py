@@ -17,6 +17,7 @@ from tilewise.comm.pool import PRELOAD
 from tilewise.errors import TilewiseError
 
 TIMEOUT = timedelta(seconds=5)
+READY = "ready"
 Scenario = Callable[[Mesh], None]
 
 
@@ -25,21 +26,28 @@ class Failure(Exception):
 
 
 def meet(scenarios: Iterable[Scenario], folder: Path) -> dict[str, str]:
-    """Run each scenario in a world of its own, all at the same time; tell what rank 0 meets."""
+    """Run each scenario in a world of its own, all at the same time; tell what rank 0 meets.
+
+    One world after the other opens its mesh: many at once may take longer than the timeout.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     processes, answers = [], {}
-    for scenario in scenarios:
-        name = scenario.__name__
-        answers[name], theirs = context.Pipe(duplex=False)
-        for rank in (0, 1):
-            process = context.Process(
-                target=_take_part, args=(rank, str(folder / name), scenario, theirs), daemon=True
-            )
-            process.start()
-            processes.append(process)
-        theirs.close()
     try:
+        for scenario in scenarios:
+            name = scenario.__name__
+            answers[name], theirs = context.Pipe(duplex=False)
+            for rank in (0, 1):
+                process = context.Process(
+                    target=_take_part,
+                    args=(rank, str(folder / name), scenario, theirs),
+                    daemon=True,
+                )
+                process.start()
+                processes.append(process)
+            theirs.close()
+            assert answers[name].poll(240), f"{name}: its ranks do not find each other"
+            assert answers[name].recv() == READY
         return {name: pipe.recv() if pipe.poll(240) else "" for name, pipe in answers.items()}
     finally:
         for process in processes:
@@ -52,6 +60,8 @@ def _take_part(rank: int, path: str, scenario: Scenario, pipe: Connection) -> No
     store = dist.FileStore(path, 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     mesh = Mesh(timeout=TIMEOUT)
+    if rank == 0:
+        pipe.send(READY)
     text = "nothing raised"
     try:
         scenario(mesh)
