@@ -16,7 +16,7 @@ from fixed_ways import fixed_ways
 from tilewise import Degrees, Mesh, parallelize
 from tilewise.comm.formats import formatted, is_last
 from tilewise.ops import tune
-from tilewise.ops.conv_local import LocalConv, Way, Ways
+from tilewise.ops.conv_local import By, LocalConv, Way, Ways
 from tilewise.ops.conv_spec import ConvSpec
 from tilewise.ops.halo import Halo
 from tilewise.testing import ranks
@@ -183,8 +183,8 @@ def test_onednn_stays_switched_off_where_the_user_did_so() -> None:
     try:
         assert not tune._leaves_onednn(conv, x, weight)
         key = tune._key(conv, x, weight)
-        for onednn in (False, True):
-            way = Way(patch=False, last=False, onednn=onednn)
+        for by in ("torch", "onednn"):
+            way = Way(patch=False, last=False, by=by)
             dx = conv.data(way, dy, x, weight, None, lambda outer: None)
             found.append((dx, conv.weight(way, dy, x, weight, None, bias=False)[0]))
     finally:
@@ -269,14 +269,14 @@ def test_measuring_leaves_the_callers_random_numbers_alone(
         assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("onednn", [False, True])
-def test_a_gradient_lies_as_its_slab_where_the_kernel_loses_the_format(onednn: bool) -> None:
+@pytest.mark.parametrize("by", ["torch", "onednn"])
+def test_a_gradient_lies_as_its_slab_where_the_kernel_loses_the_format(by: By) -> None:
     spec = ConvSpec((3, 3, 3), (2, 2, 2), ((1, 1),) * 3, (1, 1, 1))
     here = (slice(0, 1), slice(0, 4))
     core, box = ((*here, part, slice(0, 6), slice(0, 6)) for part in (slice(1, 5), slice(0, 1)))
     halo = Halo((1, 4, 5, 6, 6), core, (box,), (), None, (0, 1, 1), spec)
     conv = LocalConv(spec, (0, 1, 1), (1, 4, 2, 3, 3), 1, halo)
     x, dy = (formatted(torch.randn(1, 4, d, h, h), last=True) for d, h in ((4, 6), (2, 3)))
-    way = Way(patch=False, last=True, onednn=onednn)
+    way = Way(patch=False, last=True, by=by)
     dx = conv.data(way, dy, x, torch.randn(4, 4, 3, 3, 3), halo.zeros(x), lambda outer: None)
     assert dx.stride(1) == 1

@@ -27,10 +27,15 @@ def is_last(tensor: Tensor) -> bool:
     return memory_format(tensor) is not torch.contiguous_format
 
 
+def format_of(tensor: Tensor, *, last: bool) -> torch.memory_format:
+    """Return the memory format of a tensor's kind whose channels are innermost, or outermost."""
+    outermost = torch.contiguous_format
+    return CHANNELS_LAST.get(tensor.dim(), outermost) if last else outermost
+
+
 def formatted(tensor: Tensor, *, last: bool) -> Tensor:
     """Return a tensor with its channels innermost in memory, or outermost."""
-    format = CHANNELS_LAST.get(tensor.dim()) if last else None
-    format = format or torch.contiguous_format
+    format = format_of(tensor, last=last)
     tracked = torch.is_grad_enabled() and tensor.requires_grad
     if tracked or tensor.is_contiguous(memory_format=format):
         return tensor.contiguous(memory_format=format)

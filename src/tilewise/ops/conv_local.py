@@ -10,29 +10,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from tilewise.comm import Frame
-from tilewise.comm.formats import formatted, is_last
+from tilewise.comm.formats import format_of, formatted, is_last
 from tilewise.ops.conv_spec import ConvSpec
+from tilewise.ops.conv_taps import weight_gradient
 from tilewise.ops.halo import Halo
+
+By = Literal["torch", "onednn", "taps"]
 
 
 @dataclass(frozen=True)
 class Way:
     """Convolve the slab and patch it, or extend it first; channels innermost in memory or not.
 
-    `onednn` calls oneDNN, which torch leaves for kernels of its own where a batch of one is small:
-    a slab of 32 × 18 × 32 × 32 takes three times as long there. With channels innermost the
-    gradient of x is then found as a convolution of dy, where it is one.
+    `by` oneDNN: torch leaves it for kernels of its own where a batch of one is small: a slab of
+    32 × 18 × 32 × 32 takes three times as long there. With channels innermost the gradient of x
+    is then found as a convolution of dy, where it is one. By `taps`: the gradient of the weight
+    comes as matrix products.
     """
 
     patch: bool
     last: bool
-    onednn: bool = False
+    by: By = "torch"
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,7 @@ class LocalConv:
             y = x.new_zeros(self.out)
             return y if bias is None else y.add_(bias.view(-1, *[1] * spec.ndim))
         x, weight = formatted(x, last=way.last), formatted(weight, last=way.last)
-        if way.onednn and torch.backends.mkldnn.enabled:
+        if way.by == "onednn" and torch.backends.mkldnn.enabled:
             return torch.ops.aten.mkldnn_convolution(  # type: ignore[no-any-return]
                 x, weight, bias, padding, spec.stride, spec.dilation, self.groups
             )
@@ -170,16 +174,32 @@ class LocalConv:
         if not prod(self.out) or not x.numel() or not weight.numel():
             dims = [dim for dim in range(dy.dim()) if dim != 1]
             return torch.zeros_like(x), torch.zeros_like(weight), dy.sum(dims)
-        if way.last and way.onednn and self.turns(padding) and mask == [True, False, False]:
+        if way.last and way.by == "onednn" and self.turns(padding) and mask[0]:
             return self._turned(dy, weight, padding), None, None
-        dy, x, weight = (formatted(tensor, last=way.last) for tensor in (dy, x, weight))
-        if way.onednn and torch.backends.mkldnn.enabled:
+        if way.by == "taps" and mask[1] and self.groups == 1:
+            return None, *self._tapped(way, dy, x, padding, bias=mask[2])
+        dy, x = formatted(dy, last=way.last), formatted(x, last=way.last)
+        if mask[0]:
+            weight = formatted(weight, last=way.last)
+        else:  # only its shape and format count
+            weight = torch.empty_like(weight, memory_format=format_of(weight, last=way.last))
+        if way.by == "onednn" and torch.backends.mkldnn.enabled:
             dy, x = dy.to_mkldnn(), x.to_mkldnn()
         found = torch.ops.aten.convolution_backward(
             dy, x, weight, [self.out[1]], spec.stride, padding, spec.dilation, False,
             [0] * spec.ndim, self.groups, mask,
         )  # fmt: skip
         return [t.to_dense() if t is not None and t.is_mkldnn else t for t in found]
+
+    def _tapped(
+        self, way: Way, dy: Tensor, x: Tensor, padding: tuple[int, ...], *, bias: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        spec = self.spec
+        dy, x = formatted(dy, last=way.last), formatted(x, last=way.last)
+        dw = weight_gradient(
+            dy, x, spec.kernel, stride=spec.stride, padding=padding, dilation=spec.dilation
+        )
+        return dw, dy.sum([0, *range(2, dy.dim())]) if bias else None
 
     def turns(self, padding: tuple[int, ...]) -> bool:
         """Whether the gradient of x is a convolution of dy, by the kernel turned round."""

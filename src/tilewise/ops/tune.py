@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf, prod
 from pathlib import Path
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -20,18 +21,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tilewise.comm import Mesh
 from tilewise.comm.formats import formatted
-from tilewise.ops.conv_local import LocalConv, Way, Ways
+from tilewise.ops.conv_local import By, LocalConv, Way, Ways
 from tilewise.ops.kept import folder, load, machine_name, store
 
 WORTH = 2e7  # multiplications below which no choice pays for its measuring
 GAIN = 0.97  # what a way must beat to be worth leaving the plain one
-MEASURED = 3  # a number of what is measured; times that are kept under another are not used
+MEASURED = 4  # a number of what is measured; times that are kept under another are not used
 ROUNDS = 5
 BEHIND = 1.3  # how many times the fastest way's time one may take to be measured again
 LONG = 0.05  # seconds after which two measurements are enough
+FEW = 8  # channels below which matrix products of single taps are hopeless
 WAYS = [
-    Way(patch, last, onednn)
-    for onednn in (False, True)
+    Way(patch, last, by)
+    for by in get_args(By)
     for patch in (False, True)
     for last in (False, True)
 ]
@@ -160,9 +162,9 @@ def _key(conv: LocalConv, x: Tensor, weight: Tensor) -> str:
 def _measure(conv: LocalConv, x: Tensor, weight: Tensor) -> list[float]:
     """Time each way in each phase, without any message, and changes of memory format.
 
-    A way gets its operands in its own format. Without a halo nothing is patched, and where torch
-    calls oneDNN by itself, or there is none, calling it is no way of its own: such ways take as
-    long as those they are the same as.
+    A way gets its operands in its own format. Without a halo nothing is patched, where torch calls
+    oneDNN by itself, or there is none, calling it is no way of its own, and taps are for gradients
+    of weights: such ways take as long as those they are the same as.
     """
     given = noise(x, conv.out)
     slabs = {last: formatted(x, last=last) for last in (False, True)}
@@ -184,9 +186,12 @@ def _measure(conv: LocalConv, x: Tensor, weight: Tensor) -> list[float]:
     times = []
     for name, phase in phases.items():
 
-        def same(way: Way, turned: bool = name == "data" and _turns(conv, x, weight)) -> Way:
-            calls = way.onednn and (apart or (turned and way.last))
-            return Way(way.patch and patches, way.last, calls)
+        turned = name == "data" and _turns(conv, x, weight)
+        tapped = name == "weight" and _taps(conv, x, weight)
+
+        def same(way: Way, turned: bool = turned, tapped: bool = tapped) -> Way:
+            own = {"torch": True, "onednn": apart or (turned and way.last), "taps": tapped}
+            return Way(way.patch and patches, way.last, way.by if own[way.by] else "torch")
 
         taken = _times(phase, [way for way in WAYS if same(way) == way], x)
         times += [taken[same(way)] for way in WAYS]
@@ -207,6 +212,12 @@ def _turns(conv: LocalConv, x: Tensor, weight: Tensor) -> bool:
     """Whether the gradient of x can be found by oneDNN as a convolution of dy."""
     there = bool(prod(conv.out) and x.numel() and weight.numel())
     return there and x.device.type == "cpu" and _onednn() and conv.turns(conv.padding)
+
+
+def _taps(conv: LocalConv, x: Tensor, weight: Tensor) -> bool:
+    """Whether the gradient of the weight can be found as matrix products that are not too thin."""
+    there = bool(prod(conv.out) and x.numel() and weight.numel())
+    return there and x.device.type == "cpu" and conv.groups == 1 and min(weight.shape[:2]) >= FEW
 
 
 def _leaves_onednn(conv: LocalConv, x: Tensor, weight: Tensor) -> bool:
