@@ -9,7 +9,10 @@ from typing import Any
 from unittest import mock
 
 from tilewise.ops import conv_run
-from tilewise.ops.conv_local import Way, Ways
+from tilewise.ops.conv_local import By, Way, Ways
+
+EXACT: tuple[By, ...] = ("torch", "taps")
+"""What convolutions can be done by in float64, which oneDNN has not."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drawing import WORLDS, degrees, layouts, many
-from fixed_ways import fixed_ways
+from fixed_ways import EXACT, fixed_ways
 from tilewise.comm import Chain, Mesh
 from tilewise.errors import LayoutError, OperatorError
 from tilewise.layout import Axis, Degrees, Layout, Window
@@ -136,7 +136,9 @@ def cases(draw: st.DrawFn, *, transposed: bool = False) -> tuple[int, Case]:
         "degrees": str(draw(degrees(world, "ncf" + "dhw"[3 - ndim :]))),
         "others": [draw(layouts(shape, world)) for shape in shapes],
         "last": draw(st.booleans()),
-        "ways": [draw(st.tuples(st.booleans(), st.booleans())) for _ in range(3)],
+        "ways": [
+            draw(st.tuples(st.booleans(), st.booleans(), st.sampled_from(EXACT))) for _ in range(3)
+        ],
         "y_last": draw(st.booleans()),
         "seed": draw(st.integers(0, 3)),
     }
@@ -164,7 +166,7 @@ def patchable(draw: st.DrawFn) -> tuple[int, Case]:
         "layout": Layout.of(x, "nc" + "dhw"[3 - ndim :], split, ranks=world),
         "degrees": str(split),
         "last": draw(st.booleans()),
-        "ways": [(True, draw(st.booleans())) for _ in range(3)],
+        "ways": [(True, draw(st.booleans()), draw(st.sampled_from(EXACT))) for _ in range(3)],
     }
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from drawing import THOROUGH
-from fixed_ways import fixed_ways
+from fixed_ways import EXACT, fixed_ways
 from tilewise import Degrees, Graph, Mesh, Plan, capture, models
 from tilewise.ops.conv_local import Way, Ways
 from tilewise.testing import ranks
@@ -73,7 +73,9 @@ def check_any_ways(mesh: Mesh, name: str, graph: Graph, plan: Plan, seed: int) -
     draw = random.Random(seed)
 
     def some() -> Ways:
-        forward, data, weight = (Way(draw.random() < 0.5, draw.random() < 0.5) for _ in range(3))
+        forward, data, weight = (
+            Way(draw.random() < 0.5, draw.random() < 0.5, draw.choice(EXACT)) for _ in range(3)
+        )
         return Ways(forward, data, weight, draw.random() < 0.5)
 
     with fixed_ways(some, innermost_s=draw.choice([0.5, 1.0])):

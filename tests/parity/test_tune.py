@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -280,3 +281,22 @@ def test_a_gradient_lies_as_its_slab_where_the_kernel_loses_the_format(by: By) -
     way = Way(patch=False, last=True, by=by)
     dx = conv.data(way, dy, x, torch.randn(4, 4, 3, 3, 3), halo.zeros(x), lambda outer: None)
     assert dx.stride(1) == 1
+
+
+def test_ways_that_round_worse_than_the_plain_one_are_not_taken() -> None:
+    plain, fair, poor = (
+        Way(patch, last) for patch, last in ((False, False), (False, True), (True, True))
+    )
+    exact = torch.arange(1.0, 9.0)
+    results = {plain: exact, fair: exact * (1 + 1e-6), poor: exact * (1 + 1e-4)}
+    times = tune._times(results.__getitem__, [plain, fair, poor], exact)
+    assert times[plain] < math.inf
+    assert times[fair] < math.inf
+    assert times[poor] == math.inf
+    every = [[1.0] * len(tune.WAYS) for _ in range(3)]
+    every[2] = [0.5 if way == fair else math.inf if way == poor else 1.0 for way in tune.WAYS]
+    found, seconds = tune.Tuned((*every[0], *every[1], *every[2], 0.1, 0.1), False).best(
+        True, data=True
+    )
+    assert found.weight == fair
+    assert seconds == pytest.approx(2.5)

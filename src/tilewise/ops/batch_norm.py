@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, Literal
 
@@ -17,9 +17,9 @@ from tilewise.comm.chain import hand_on, take, token_of
 from tilewise.comm.formats import is_last
 from tilewise.errors import OperatorError
 from tilewise.layout import PARTIAL, REPLICA, Axes, Cover, Layout
-from tilewise.ops.norm import channel_needs, towards
+from tilewise.ops.norm import channel_needs
 from tilewise.ops.operation import Need, Operation, Via, tied_zeros
-from tilewise.ops.summary import Summary, combine, moments_of, widened
+from tilewise.ops.summary import Summary, combine, combine_by, moments_of, widened
 
 Statistics = Literal["global", "local", "spatial"]
 
@@ -149,23 +149,26 @@ class _Local:
         return y
 
     def statistics(
-        self, rows: Tensor, running: tuple[Tensor, Tensor] | None, factor: float
+        self, rows: Tensor, running: tuple[Tensor, Tensor] | None, factor: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """Return mean and variance of each channel, and move the running ones towards them."""
         reduced = self.summary.dims
-        counts = self.summary.counts(rows.device)
-        own, own_counts = rows, counts
+        own = rows
         for dim in reduced:
             if dim not in self.join:
                 own = _block(own, dim + 1, self.coords[dim])
-                own_counts = _block(own_counts, dim, self.coords[dim])
-        mean, m2 = combine(own, own_counts, self.join)
+        counts, share = _counts(self.summary, self.join, self.coords, rows.device)
+        found = combine_by(own, counts, share, self.join) if self.join else own.unbind(0)
+        mean, m2 = torch.stack(found).to(dtype).flatten(1)
         if running is not None:
-            every = (mean, m2) if own is rows else combine(rows, counts, reduced)
+            every = mean, m2
+            if own is not rows:
+                whole = combine(rows, self.summary.counts(rows.device), reduced)
+                every = whole[0].flatten(), whole[1].flatten()
             number = prod(self.summary.work.shape[dim] for dim in reduced)
-            towards(running[0], every[0], factor)
-            towards(running[1], every[1] / (number - 1.0), factor)
-        return mean.flatten(), (m2 / self.count).flatten()
+            for now, batch, part in zip(running, every, (factor, factor / (number - 1.0))):
+                now.mul_(1.0 - factor).add_(batch, alpha=part)
+        return mean, m2 / self.count
 
     @cached_property
     def count(self) -> float:
@@ -176,6 +179,19 @@ class _Local:
             for dim in self.summary.dims
         )
         return float(max(prod(sizes), 1))
+
+
+@lru_cache(maxsize=4096)
+def _counts(
+    summary: Summary, join: tuple[int, ...], coords: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return how many values entries stand for that are joined, and their shares of all of them."""
+    counts = summary.counts(device)
+    with torch.inference_mode(False):  # or training could not use it later
+        for dim in summary.dims:
+            if dim not in join:
+                counts = _block(counts, dim, coords[dim])
+        return counts, counts / counts.sum(list(join), keepdim=True).clamp(min=1.0)
 
 
 def _block(tensor: Tensor, dim: int, index: int) -> Tensor:
@@ -210,16 +226,15 @@ class _Joint(torch.autograd.Function):
         rows = moments_of(x, local.summary.dims)
         if exchange is not None:
             rows = exchange.start(rows).finish()
-        mean, var = local.statistics(rows, *tracked)
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        mean, var = mean.to(dtype), var.to(dtype)
+        mean, var = local.statistics(rows, *tracked, dtype)
         ctx.save_for_backward(x, mean, var, weight)
         ctx.rows = rows.shape
         token = take(ctx, token, 1)
         if not x.numel():
             return x.clone(), token
-        scale = None if weight is None else weight.to(dtype)
-        shift = None if bias is None else bias.to(dtype)
+        scale = None if weight is None else as_kind(weight, dtype)
+        shift = None if bias is None else as_kind(bias, dtype)
         # in evaluation mode the native operator takes any mean and variance
         return F.batch_norm(x, mean, var, scale, shift, False, 0.0, local.eps), token
 
@@ -228,7 +243,7 @@ class _Joint(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, token: Tensor | None) -> tuple[Any, ...]:
         local: _Local = ctx.local
         x, mean, var, weight = ctx.saved_tensors
-        scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
+        scale = torch.ones_like(mean) if weight is None else as_kind(weight, mean.dtype)
         if x.numel():
             if dy.stride() != x.stride():
                 # torch 2.13 mixes up memory formats where extents of 1 make them ambiguous
@@ -246,7 +261,12 @@ class _Joint(torch.autograd.Function):
         if weight is None:
             return None, None, None, dx, token, None, None
         kind = weight.dtype
-        return None, None, None, dx, token, dweight.to(kind), dbias.to(kind)
+        return None, None, None, dx, token, as_kind(dweight, kind), as_kind(dbias, kind)
+
+
+def as_kind(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of a dtype; asking torch takes longer than looking."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 def _complete(
@@ -254,15 +274,14 @@ def _complete(
 ) -> Tensor:
     """Return the gradient of x; `sums` are this rank's dweight and dbias."""
     local: _Local = ctx.local
-    slope = scale * (var + local.eps).rsqrt()
+    slope = (var + local.eps).rsqrt_().mul_(scale)
     wide = [-1, *[1] * (x.dim() - 2)]
-    mine = (sums * (slope / -local.count)).double().view(2, 1, *wide)
+    mine = sums * slope
     if ctx.exchange is not None:
-        mine = ctx.exchange.start_adjoint(mine.expand(ctx.rows)).finish()
-    weight, bias = mine.to(mean.dtype)
+        given = mine.double().view(2, 1, *wide).expand(ctx.rows)
+        mine = ctx.exchange.start_adjoint(given).finish().to(mean.dtype)
     if not x.numel():
         return torch.zeros_like(x)
-    dx = F.batch_norm(
-        widened(x), mean, var, weight.flatten(), bias.flatten(), False, 0.0, local.eps
-    )
-    return dx.addcmul_(widened(dy), slope.view(wide)).to(x.dtype)
+    weight, bias = mine.flatten(1).div_(-local.count)
+    dx = F.batch_norm(widened(x), mean, var, weight, bias, False, 0.0, local.eps)
+    return as_kind(dx.addcmul_(widened(dy), slope.view(wide)), x.dtype)

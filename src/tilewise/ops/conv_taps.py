@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 from math import prod
+from typing import Any
 
 from torch import Tensor
 
@@ -43,7 +44,7 @@ def weight_gradient(
     channels, filters = x.shape[1], dy.shape[1]
     row = prod(widths[1:])
     rows = min(max(BLOCK // (row * max(channels, filters)), 1), outs[0])
-    grad = x.new_zeros(filters, *kernel, channels)
+    grad = x.new_zeros(filters, prod(kernel), channels)
     dy_rows = _Rows(dy, (rows, *widths[1:]), last)
     x_rows = {
         residue: _Rows(x, (rows + reach[0], *widths[1:]), last)
@@ -58,14 +59,13 @@ def weight_gradient(
                 begins = [a + r - p for a, r, p in zip(first, residue, padding)]
                 block.fill_strided(x[sample], begins, stride)
             length = (stop - start) * row
-            for tap in product(*map(range, kernel)):
-                at = [some[t] for some, t in zip(offsets, tap)]
+            for tap, at in enumerate(product(*offsets)):
                 block = x_rows[tuple(o % s for o, s in zip(at, stride))]
                 shift = _position([o // s for o, s in zip(at, stride)], widths)
                 count = min(length, block.length - shift)
                 own, other = dy_rows.positions[:count], block.positions[shift : shift + count]
-                grad[(slice(None), *tap)].addmm_(own.t(), other)
-    return grad.permute(0, space + 1, *range(1, space + 1))
+                grad[:, tap].addmm_(own.t(), other)
+    return grad.view(filters, *kernel, channels).movedim(-1, 1)
 
 
 def _position(index: Sequence[int], widths: Sequence[int]) -> int:
@@ -92,7 +92,8 @@ class _Rows:
 
     def fill_strided(self, x: Tensor, begins: Sequence[int], steps: Sequence[int]) -> None:
         """Put every `step`-th of the values from `begin` on, zeros where there are none."""
-        here, there = [slice(None)], [slice(None)]
+        here: list[Any] = [slice(None)]
+        there: list[Any] = [slice(None)]
         for begin, step, extent, width in zip(begins, steps, x.shape[1:], self.view.shape[1:]):
             skip = max(-(begin // step), 0)  # values before the tensor's edge
             count = min(max(-(-(extent - begin) // step), skip), width)

@@ -119,9 +119,9 @@ class _Moments(torch.autograd.Function):
 def moments_of(x: Tensor, dims: Sequence[int]) -> Tensor:
     """Return mean and sum of squared deviations over `dims`, stacked in float64.
 
-    They are found about a rough mean, then corrected for its rounding. torch's own statistics of
-    batch norm add one value after the other where channels are innermost in memory: for a million
-    values around 1000 they are nowhere near.
+    They are found about a rough mean, which is then corrected for its rounding; to the squares that
+    is nothing. torch's own statistics of batch norm add one value after the other where channels
+    are innermost in memory: for a million values around 1000 they are nowhere near.
     """
     if not x.numel():
         shape = [1 if dim in dims else extent for dim, extent in enumerate(x.shape)]
@@ -131,11 +131,10 @@ def moments_of(x: Tensor, dims: Sequence[int]) -> Tensor:
         return torch.stack((x.double(), torch.zeros_like(x, dtype=torch.float64)))
     rough = x.mean(dims, keepdim=True)
     deviation = x - rough
-    shift = deviation.mean(dims, keepdim=True).double()
+    shift = deviation.mean(dims, keepdim=True)
     squares = deviation.square_().sum(dims, keepdim=True)
     found = torch.stack((rough, squares)).double()
     found[0] += shift
-    found[1].addcmul_(shift, shift, value=-prod(x.shape[dim] for dim in dims)).clamp_(min=0.0)
     return found
 
 
@@ -144,13 +143,20 @@ def combine(found: Tensor, counts: Tensor, dims: Sequence[int]) -> tuple[Tensor,
 
     `counts` is what each entry stands for; entries of empty blocks do not matter.
     """
-    mean, m2 = found.unbind(0)
     if not dims:
-        return mean, m2
-    total = counts.sum(list(dims), keepdim=True).clamp(min=1.0)
-    joint = (mean * (counts / total)).sum(list(dims), keepdim=True)
-    spread = counts * (mean - joint) ** 2
-    return joint, (m2 + spread).sum(list(dims), keepdim=True)
+        return found[0], found[1]
+    share = counts / counts.sum(list(dims), keepdim=True).clamp(min=1.0)
+    return combine_by(found, counts, share, dims)
+
+
+def combine_by(
+    found: Tensor, counts: Tensor, share: Tensor, dims: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Join moments whose shares of all that is counted are known."""
+    mean, m2 = found.unbind(0)
+    joint = (mean * share).sum(list(dims), keepdim=True)
+    spread = torch.addcmul(m2, counts, (mean - joint).square_())
+    return joint, spread.sum(list(dims), keepdim=True)
 
 
 def combine_into(found: Tensor, counts: Tensor, index: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -30,15 +30,14 @@ MEASURED = 4  # a number of what is measured; times that are kept under another 
 ROUNDS = 5
 BEHIND = 1.3  # how many times the fastest way's time one may take to be measured again
 LONG = 0.05  # seconds after which two measurements are enough
+ALIKE = 2e-5  # how far, of the largest, results of a way may be from those of the plain one
 FEW = 8  # channels below which matrix products of single taps are hopeless
 WAYS = [
-    Way(patch, last, by)
-    for by in get_args(By)
-    for patch in (False, True)
-    for last in (False, True)
+    Way(patch, last, by) for by in get_args(By) for patch in (False, True) for last in (False, True)
 ]
 PHASES = ("forward", "data", "weight")
 Times = dict[tuple[Way, ...], float]
+Phase = Callable[[Way], Tensor]
 
 
 def worth_tuning(work: float, x: Tensor) -> bool:
@@ -111,10 +110,12 @@ def choose(conv: LocalConv, mesh: Mesh, x: Tensor, weight: Tensor, *, last: bool
 def noise(like: Tensor, shape: Sequence[int]) -> Tensor:
     """Return numbers to measure with, and leave the caller's random numbers alone.
 
-    Slabs differ in size: ranks that have the same seed would go on with different numbers.
+    Slabs differ in size: ranks that have the same seed would go on with different numbers. Most of
+    them are positive, so that sums grow and rounding shows.
     """
     generator = torch.Generator(like.device).manual_seed(0)
-    return torch.randn(*shape, dtype=like.dtype, device=like.device, generator=generator)
+    drawn = torch.rand(*shape, dtype=like.dtype, device=like.device, generator=generator)
+    return drawn.sub_(0.25)
 
 
 def _clearest(seconds: Times, last: bool) -> tuple[Way, ...]:
@@ -171,21 +172,20 @@ def _measure(conv: LocalConv, x: Tensor, weight: Tensor) -> list[float]:
     grads = {last: formatted(given, last=last) for last in (False, True)}
     frame = None if conv.halo is None else conv.halo.zeros(x)
 
-    def forward(way: Way) -> None:
-        conv.forward(way, slabs[way.last], weight, None, lambda: frame)  # type: ignore[arg-type, return-value]
+    def forward(way: Way) -> Tensor:
+        return conv.forward(way, slabs[way.last], weight, None, lambda: frame)[0]  # type: ignore[arg-type, return-value]
 
-    def data(way: Way) -> None:
-        conv.data(way, grads[way.last], slabs[way.last], weight, frame, lambda outer: None)
+    def data(way: Way) -> Tensor:
+        return conv.data(way, grads[way.last], slabs[way.last], weight, frame, lambda outer: None)
 
-    def to_weight(way: Way) -> None:
-        conv.weight(way, grads[way.last], slabs[way.last], weight, frame, bias=False)
+    def to_weight(way: Way) -> Tensor:
+        return conv.weight(way, grads[way.last], slabs[way.last], weight, frame, bias=False)[0]
 
     apart = _leaves_onednn(conv, x, weight)
     patches = conv.halo is not None and conv.halo.thin is not None
-    phases: dict[str, Callable[[Way], None]] = dict(zip(PHASES, (forward, data, to_weight)))
+    phases: dict[str, Phase] = dict(zip(PHASES, (forward, data, to_weight)))
     times = []
     for name, phase in phases.items():
-
         turned = name == "data" and _turns(conv, x, weight)
         tapped = name == "weight" and _taps(conv, x, weight)
 
@@ -201,8 +201,8 @@ def _measure(conv: LocalConv, x: Tensor, weight: Tensor) -> list[float]:
 def _changing(tensors: dict[bool, Tensor], x: Tensor) -> float:
     """Return what it takes to bring a tensor from one memory format to the other, on average."""
 
-    def change(way: Way) -> None:
-        formatted(tensors[not way.last], last=way.last)
+    def change(way: Way) -> Tensor:
+        return formatted(tensors[not way.last], last=way.last)
 
     found = [_times(change, [Way(patch=False, last=last)], x) for last in (False, True)]
     return sum(sum(times.values()) for times in found) / len(found)
@@ -245,14 +245,18 @@ def _onednn() -> bool:
     return bool(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled)
 
 
-def _times(phase: Callable[[Way], None], ways: list[Way], x: Tensor) -> dict[Way, float]:
+def _times(phase: Phase, ways: list[Way], x: Tensor) -> dict[Way, float]:
     """Return the shortest of a few runs of each way, in seconds, taken in turn.
 
     The first run prepares what later ones use. Those that are behind after one more are left out.
+    Infinite for ways that round so much worse than the first, the plain one, that it shows: some
+    kernels add up millions of values one after the other.
     """
     best = dict.fromkeys(ways, inf)
-    left = ways
-    for number in range(ROUNDS):
+    plain = phase(ways[0])
+    left = [way for way in ways if way is ways[0] or _alike(phase(way), plain)]
+    del plain
+    for number in range(1, ROUNDS):
         for way in left:
             settle(x)
             began = time.perf_counter()
@@ -260,11 +264,17 @@ def _times(phase: Callable[[Way], None], ways: list[Way], x: Tensor) -> dict[Way
             settle(x)
             best[way] = min(best[way], time.perf_counter() - began)
         fastest = min(best.values())
-        if number:
-            left = [way for way in left if best[way] <= BEHIND * fastest]
-        if number and (len(left) < 2 <= len(ways) or fastest > LONG):
+        left = [way for way in left if best[way] <= BEHIND * fastest]
+        if len(left) < 2 <= len(ways) or (number > 1 and fastest > LONG):
             break
     return best
+
+
+def _alike(one: Tensor, plain: Tensor) -> bool:
+    """Whether two results differ by no more than rounding may."""
+    if not plain.numel():
+        return True
+    return float((one - plain).abs().max()) <= ALIKE * float(plain.abs().max())
 
 
 def settle(x: Tensor) -> None:
