@@ -95,10 +95,11 @@ class _Rows:
         here: list[Any] = [slice(None)]
         there: list[Any] = [slice(None)]
         for begin, step, extent, width in zip(begins, steps, x.shape[1:], self.view.shape[1:]):
-            skip = max(-(begin // step), 0)  # values before the tensor's edge
-            count = min(max(-(-(extent - begin) // step), skip), width)
-            here.append(slice(skip, count))
-            there.append(slice(begin + skip * step, begin + count * step, step))
+            first = min(max(-(begin // step), 0), width)  # what lies before the tensor's edge
+            end = min(max(-(-(extent - begin) // step), first), width)
+            here.append(slice(first, end))
+            inside = slice(begin + first * step, begin + end * step, step)
+            there.append(inside if first < end else slice(0, 0))
         if any(s.stop - s.start < w for s, w in zip(here[1:], self.view.shape[1:])):
             self.view.zero_()
         self.view[tuple(here)] = x[tuple(there)]
