@@ -98,7 +98,7 @@ def measure_model(
             run("ddp", with_ddp)
         run("kept", serial, threads=mesh.size, warm=True)
         run("local", local, warm=True)
-        run("split", split)
+        run("split", split, warm=True)
         yield done
     middle = [median(found[1:]) if found else 0.0 for found in times.values()]
     scatter = spread(times["one"][1:]) if first else 0.0
