@@ -14,11 +14,13 @@ from torch.nn import functional as F
 
 from drawing import WORLDS, layouts, many
 from tilewise.comm import Chain, Mesh
+from tilewise.comm.formats import formatted
 from tilewise.errors import OperatorError
 from tilewise.layout import REPLICA, Axis, Layout, block
 from tilewise.ops.batch_norm import batch_norm
 from tilewise.ops.group_norm import group_norm
 from tilewise.ops.norm import instance_norm, layer_norm
+from tilewise.ops.summary import moments_of
 from tilewise.testing import assert_close, assert_matches_serial, ranks
 
 FLOATS = st.sampled_from([torch.float64, torch.float64, torch.float32, torch.bfloat16])
@@ -494,3 +496,12 @@ def run_innermost(mesh: Mesh) -> None:
 
 def test_stability_where_channels_are_innermost() -> None:
     ranks(1, run_innermost)
+
+
+@pytest.mark.parametrize("level", [0.0, 1013.0, 33904.0, 1e6])
+@pytest.mark.parametrize("last", [False, True])
+def test_moments_of_a_constant_have_no_spread(level: float, last: bool) -> None:
+    x = formatted(torch.full((4, 8, 33, 37), level) + torch.arange(8.0).view(-1, 1, 1), last=last)
+    mean, squares = moments_of(x, (0, 2, 3))
+    assert torch.equal(mean.flatten(), level + torch.arange(8.0, dtype=torch.float64))
+    assert float(squares.max()) <= 1e-12 * level**2

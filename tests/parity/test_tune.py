@@ -283,20 +283,30 @@ def test_a_gradient_lies_as_its_slab_where_the_kernel_loses_the_format(by: By) -
     assert dx.stride(1) == 1
 
 
-def test_ways_that_round_worse_than_the_plain_one_are_not_taken() -> None:
-    plain, fair, poor = (
-        Way(patch, last) for patch, last in ((False, False), (False, True), (True, True))
-    )
-    exact = torch.arange(1.0, 9.0)
-    results = {plain: exact, fair: exact * (1 + 1e-6), poor: exact * (1 + 1e-4)}
-    times = tune._times(results.__getitem__, [plain, fair, poor], exact)
-    assert times[plain] < math.inf
-    assert times[fair] < math.inf
-    assert times[poor] == math.inf
+def test_ways_that_round_worse_than_torch_are_not_taken() -> None:
+    plain, fair, poor = Way(False, False), Way(False, True), Way(True, True)
+    exact = torch.arange(1.0, 9.0, dtype=torch.float64)
+    near, far = exact * (1 + 1e-6), exact * (1 + 1e-4)
+    assert tune._poor({plain: exact, fair: near, poor: far}, exact) == {poor}
+    assert tune._poor({plain: far, fair: near, poor: far}, exact) == set()
     every = [[1.0] * len(tune.WAYS) for _ in range(3)]
     every[2] = [0.5 if way == fair else math.inf if way == poor else 1.0 for way in tune.WAYS]
-    found, seconds = tune.Tuned((*every[0], *every[1], *every[2], 0.1, 0.1), False).best(
-        True, data=True
-    )
+    tuned = tune.Tuned((*every[0], *every[1], *every[2], 0.1, 0.1), False)
+    found, seconds = tuned.best(True, data=True)
     assert found.weight == fair
     assert seconds == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize("shape", [(2, 9, 7, 8), (1, 8, 5, 6, 7)])
+def test_what_is_rounded_is_judged_by_the_exact_gradient(shape: tuple[int, ...]) -> None:
+    space = len(shape) - 2
+    spec = ConvSpec.of((10, shape[1], *[3] * space), padding=1)
+    conv = LocalConv(spec, (1,) * space, (shape[0], 10, *shape[2:]), 1)
+    x, dy = torch.rand(shape), torch.rand(conv.out)
+    exact = tune._exact(conv, dy, x, None)
+    found, _ = conv.weight(
+        Way(False, False), dy, x, torch.rand(10, shape[1], *[3] * space), None, bias=False
+    )
+    assert exact is not None
+    assert exact.dtype is torch.float64
+    assert_close(found.double(), exact, "weight gradient", tolerance=1e-5)

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from tilewise.auto.tell import hosts, slowest
 from tilewise.comm import Chain, Mesh
+from tilewise.comm.formats import formatted
 from tilewise.errors import CommError, MismatchError
+from tilewise.graph.formats import Formats
 from tilewise.graph.graph import Value
 from tilewise.graph.runs import no_autocast
 from tilewise.ops.kept import folder, load, machine_name, own_version, store
@@ -163,6 +165,8 @@ def _time(
         for value, need, source in zip(lowered.operands, operation.needs, sources, strict=True)
     ]
     held = [value.held for value in lowered.operands]
+    if Formats([bound]).choose(leaves):  # as in a network of such layers
+        leaves = [leaf if own else _innermost(leaf) for leaf, own in zip(leaves, held)]
     mesh.agree("auto")
     _once(bound, leaves, held, node.no_grad)  # which also tunes a convolution
     count = _count(mesh, bound, leaves, held, node.no_grad)
@@ -175,6 +179,11 @@ def _time(
         forward.append(there / count)
         backward.append(back / count)
     return min(forward), min(backward)
+
+
+def _innermost(leaf: Tensor) -> Tensor:
+    """Return a leaf with its channels innermost in memory."""
+    return formatted(leaf.detach(), last=True).requires_grad_(leaf.requires_grad)
 
 
 def _count(mesh: Mesh, bound: Bound, leaves: list[Tensor], held: list[bool], no_grad: bool) -> int:

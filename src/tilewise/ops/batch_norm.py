@@ -19,7 +19,15 @@ from tilewise.errors import OperatorError
 from tilewise.layout import PARTIAL, REPLICA, Axes, Cover, Layout
 from tilewise.ops.norm import channel_needs
 from tilewise.ops.operation import Need, Operation, Via, tied_zeros
-from tilewise.ops.summary import Summary, combine, combine_by, moments_of, widened
+from tilewise.ops.summary import (
+    Summary,
+    combine,
+    combine_by,
+    moments_of,
+    ordinary_tensors,
+    wide_sum,
+    widened,
+)
 
 Statistics = Literal["global", "local", "spatial"]
 
@@ -123,8 +131,9 @@ class _Local:
         factor = 0.0 if self.momentum is None else self.momentum
         if rest and self.training:
             factor = 1.0 / max(float(rest[0]), 1.0)
-        # torch's statistics are poor where channels are innermost, see moments_of
-        if not self.plain or (self.training and is_last(x)):
+        # torch's statistics on CPUs are poor where channels are innermost, see moments_of
+        poor = self.training and x.device.type == "cpu" and is_last(x)
+        if not self.plain or poor:
             return self.joint(inner[0] if inner else None, x, weight, bias, running, factor)
         if not x.numel():
             return tied_zeros(x.shape, x, *operands[: 2 * self.affine])
@@ -187,7 +196,7 @@ def _counts(
 ) -> tuple[Tensor, Tensor]:
     """Return how many values entries stand for that are joined, and their shares of all of them."""
     counts = summary.counts(device)
-    with torch.inference_mode(False):  # or training could not use it later
+    with ordinary_tensors():
         for dim in summary.dims:
             if dim not in join:
                 counts = _block(counts, dim, coords[dim])
@@ -252,7 +261,7 @@ class _Joint(torch.autograd.Function):
                 dy, x, scale, mean, var, None, None, False, local.eps, [False, True, True]
             )
             if is_last(x):  # the native sum adds one value after the other
-                dbias = widened(dy).sum(local.summary.dims)
+                dbias = wide_sum(dy, local.summary.dims)
         else:  # the native operator divides by zero
             dweight, dbias = torch.zeros_like(mean), torch.zeros_like(mean)
         dx = None

@@ -6,7 +6,8 @@ laid end to end, as wide as the padded slab, that shift is a number of positions
     x   a b c d 0 | e f g h 0 | …          dw[tap] = Σ over positions p  dy[p] · x[p + offset]
     dy  p q r 0 0 | s t u 0 0 | …
 
-so nothing is unfolded, and what lies past the end of a row is multiplied by zero. Rows go by in
+so nothing is unfolded, and what lies past the end of a row is multiplied by zero: where x has
+overflowed to infinity, gradients that torch finds infinite or finite may be NaN here. Rows go by in
 blocks that stay in the cache. With a stride, x is taken apart into its residues first. Compared
 with the kernels of oneDNN for this gradient, sums are shorter and so their rounding is less.
 """

@@ -11,7 +11,8 @@ bitwise equal.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.function import once_differentiable
 
 from tilewise.layout import PARTIAL, Axes, Cover, Layout, block
@@ -71,12 +73,19 @@ class Summary:
 @lru_cache(maxsize=4096)
 def _counts(summary: Summary, device: torch.device) -> Tensor:
     ndim = len(summary.shape)
-    with torch.inference_mode(False):  # or training could not use it later
+    with ordinary_tensors():
         out = torch.ones([1] * ndim, dtype=torch.float64, device=device)
         for dim in summary.dims:
             sizes = out.new_tensor(summary.block_sizes(dim))
             out = out * sizes.view([-1 if d == dim else 1 for d in range(ndim)])
     return out
+
+
+@contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Make tensors that any later pass can use, whatever mode the present one is in."""
+    with torch.inference_mode(False), unset_fake_temporarily():
+        yield
 
 
 def shifted(axes: Axes, ndim: int, by: int = 1) -> Axes:
@@ -119,9 +128,9 @@ class _Moments(torch.autograd.Function):
 def moments_of(x: Tensor, dims: Sequence[int]) -> Tensor:
     """Return mean and sum of squared deviations over `dims`, stacked in float64.
 
-    They are found about a rough mean, which is then corrected for its rounding; to the squares that
-    is nothing. torch's own statistics of batch norm add one value after the other where channels
-    are innermost in memory: for a million values around 1000 they are nowhere near.
+    They are found about a rough mean, then corrected for its rounding. torch's own statistics of
+    batch norm add one value after the other where channels are innermost in memory: for a million
+    values around 1000 they are nowhere near.
     """
     if not x.numel():
         shape = [1 if dim in dims else extent for dim, extent in enumerate(x.shape)]
@@ -135,6 +144,8 @@ def moments_of(x: Tensor, dims: Sequence[int]) -> Tensor:
     squares = deviation.square_().sum(dims, keepdim=True)
     found = torch.stack((rough, squares)).double()
     found[0] += shift
+    count = prod(x.shape[dim] for dim in dims)
+    found[1].sub_(shift.double().square_(), alpha=count).clamp_(min=0.0)
     return found
 
 

@@ -19,18 +19,18 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tilewise.comm import Mesh
+from tilewise.comm import Frame, Mesh
 from tilewise.comm.formats import formatted
 from tilewise.ops.conv_local import By, LocalConv, Way, Ways
+from tilewise.ops.conv_taps import weight_gradient
 from tilewise.ops.kept import folder, load, machine_name, store
 
 WORTH = 2e7  # multiplications below which no choice pays for its measuring
 GAIN = 0.97  # what a way must beat to be worth leaving the plain one
-MEASURED = 4  # a number of what is measured; times that are kept under another are not used
-ROUNDS = 5
+MEASURED = 5  # a number of what is measured; times that are kept under another are not used
+ROUNDS = 3
 BEHIND = 1.3  # how many times the fastest way's time one may take to be measured again
-LONG = 0.05  # seconds after which two measurements are enough
-ALIKE = 2e-5  # how far, of the largest, results of a way may be from those of the plain one
+ROUNDED = 2e-5  # how far from the exact gradient, of the largest, a way may be, or as torch is
 FEW = 8  # channels below which matrix products of single taps are hopeless
 WAYS = [
     Way(patch, last, by) for by in get_args(By) for patch in (False, True) for last in (False, True)
@@ -42,7 +42,7 @@ Phase = Callable[[Way], Tensor]
 
 def worth_tuning(work: float, x: Tensor) -> bool:
     """Whether there is a choice worth its measuring; the same on all ranks."""
-    if isinstance(x, FakeTensor):
+    if isinstance(x, FakeTensor) or x.is_meta:
         return False  # it takes no time to convolve
     # in half types torch 2.13 has wrong channels_last kernels (grouped, and transposed ones')
     return tuning() and work >= WORTH and x.dim() > 3 and x.dtype is torch.float32
@@ -165,7 +165,9 @@ def _measure(conv: LocalConv, x: Tensor, weight: Tensor) -> list[float]:
 
     A way gets its operands in its own format. Without a halo nothing is patched, where torch calls
     oneDNN by itself, or there is none, calling it is no way of its own, and taps are for gradients
-    of weights: such ways take as long as those they are the same as.
+    of weights, with the slab extended: such ways take as long as those they are the same as. Ways
+    whose gradient of the weight is rounded much worse than torch's take for ever: some kernels add
+    up millions of values one after the other.
     """
     given = noise(x, conv.out)
     slabs = {last: formatted(x, last=last) for last in (False, True)}
@@ -191,9 +193,15 @@ def _measure(conv: LocalConv, x: Tensor, weight: Tensor) -> list[float]:
 
         def same(way: Way, turned: bool = turned, tapped: bool = tapped) -> Way:
             own = {"torch": True, "onednn": apart or (turned and way.last), "taps": tapped}
-            return Way(way.patch and patches, way.last, way.by if own[way.by] else "torch")
+            by = way.by if own[way.by] else "torch"
+            return Way(way.patch and patches and by != "taps", way.last, by)
 
-        taken = _times(phase, [way for way in WAYS if same(way) == way], x)
+        ways = [way for way in WAYS if same(way) == way]
+        poor: set[Way] = set()
+        if name == "weight":
+            exact = _exact(conv, given, x, frame)
+            poor = _poor({way: phase(way) for way in ways}, exact)
+        taken = dict.fromkeys(poor, inf) | _times(phase, [w for w in ways if w not in poor], x)
         times += [taken[same(way)] for way in WAYS]
     return [*times, *(_changing(tensors, x) for tensors in (slabs, grads))]
 
@@ -245,18 +253,38 @@ def _onednn() -> bool:
     return bool(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled)
 
 
+def _exact(conv: LocalConv, dy: Tensor, x: Tensor, frame: Frame | None) -> Tensor | None:
+    """Return the gradient of the weight, summed in float64; None where there is nothing to sum."""
+    if conv.groups > 1 or not (prod(conv.out) and x.numel()):
+        return None
+    spec = conv.spec
+    slab = x if conv.halo is None or frame is None else conv.halo.extend(x, frame, last=False)
+    return weight_gradient(
+        dy.double(), slab.double(), spec.kernel, stride=spec.stride, padding=conv.padding,
+        dilation=spec.dilation,
+    )  # fmt: skip
+
+
+def _poor(results: dict[Way, Tensor], exact: Tensor | None) -> set[Way]:
+    """Return the ways that round worse than they may, and worse than the plain one."""
+    if exact is None or not exact.numel():
+        return set()
+    off = {way: float((found - exact).abs().max()) for way, found in results.items()}
+    plain = next(iter(results))
+    most = max(ROUNDED * float(exact.abs().max()), 2 * off[plain])
+    return {way for way in results if off[way] > most}
+
+
 def _times(phase: Phase, ways: list[Way], x: Tensor) -> dict[Way, float]:
     """Return the shortest of a few runs of each way, in seconds, taken in turn.
 
-    The first run prepares what later ones use. Those that are behind after one more are left out.
-    Infinite for ways that round so much worse than the first, the plain one, that it shows: some
-    kernels add up millions of values one after the other.
+    Each runs once before, which prepares what later runs use. Those that are behind are left out.
     """
     best = dict.fromkeys(ways, inf)
-    plain = phase(ways[0])
-    left = [way for way in ways if way is ways[0] or _alike(phase(way), plain)]
-    del plain
-    for number in range(1, ROUNDS):
+    left = ways
+    for way in ways:
+        phase(way)
+    for _ in range(ROUNDS):
         for way in left:
             settle(x)
             began = time.perf_counter()
@@ -265,16 +293,9 @@ def _times(phase: Phase, ways: list[Way], x: Tensor) -> dict[Way, float]:
             best[way] = min(best[way], time.perf_counter() - began)
         fastest = min(best.values())
         left = [way for way in left if best[way] <= BEHIND * fastest]
-        if len(left) < 2 <= len(ways) or (number > 1 and fastest > LONG):
+        if len(left) < 2 <= len(ways):
             break
     return best
-
-
-def _alike(one: Tensor, plain: Tensor) -> bool:
-    """Whether two results differ by no more than rounding may."""
-    if not plain.numel():
-        return True
-    return float((one - plain).abs().max()) <= ALIKE * float(plain.abs().max())
 
 
 def settle(x: Tensor) -> None:
