@@ -14,6 +14,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 # What tests measure of this machine under load is not for later runs.
 os.environ["TILEWISE_CACHE"] = tempfile.mkdtemp(prefix="tilewise-cache-")
 
+# Measuring takes long where more ranks than cores do it; tests/parity/test_tune.py switches it on.
+os.environ["TILEWISE_TUNE"] = "off"
+
 # Processes that tests start would compile the package again, each of them.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

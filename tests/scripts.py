@@ -37,9 +37,9 @@ def run_script(mesh: Mesh, text: str, folder: str) -> str:
 
 def run_on(count: int, text: str, folder: str) -> str:
     """Run a script on a world of so many ranks; returns what they print, in their order."""
-    pool = Pool(count, backend="gloo", timeout=120.0)
+    pool = Pool(count, backend="gloo", timeout=300.0)
     try:
-        return "".join(pool.run(tuple(range(count)), run_script, (text, folder), 120.0))
+        return "".join(pool.run(tuple(range(count)), run_script, (text, folder), 300.0))
     finally:
         pool.close()
 

@@ -59,13 +59,13 @@ graph, rank = tw.capture(model, x), dist.get_rank()
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
     """Four ranks that are a world of their own, as a script's are."""
-    found = Pool(4, backend="gloo", timeout=120.0)
+    found = Pool(4, backend="gloo", timeout=300.0)
     yield found
     found.close()
 
 
 def on_four_ranks(pool: Pool, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    return pool.run(tuple(range(4)), function, arguments, 120.0, None)
+    return pool.run(tuple(range(4)), function, arguments, 300.0, None)
 
 
 def blocks(page: str, *kinds: str) -> list[str]:
@@ -117,7 +117,7 @@ def test_snippets_on_mpi_run_under_mpiexec(tmp_path: Path) -> None:
     launcher = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or "mpiexec"
     ran = subprocess.run(
         [launcher, "-n", "1", sys.executable, str(script)],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr

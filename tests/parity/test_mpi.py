@@ -247,7 +247,7 @@ def test_an_error_on_one_rank_of_a_script_ends_all(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(ALONE)
     ran = subprocess.run(
         [_mpiexec(), "-n", "2", sys.executable, "script.py"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
     )  # fmt: skip
     assert ran.returncode

@@ -24,6 +24,7 @@ from tilewise.testing import ranks
 from tilewise.testing.compare import assert_close
 
 SHAPE = (2, 32, 50, 48)
+ON = {"TILEWISE_TUNE": "on"}
 
 
 def convolve(
@@ -37,7 +38,7 @@ def convolve(
     x = torch.randn(SHAPE, requires_grad=True)
     measured = mock.Mock(wraps=tune._measure)
     with (
-        mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder, **settings}),
+        mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder, **ON, **settings}),
         mock.patch.object(tune, "_measure", measured),
     ):
         model = parallelize(split, x, plan, mesh=mesh)
@@ -124,7 +125,7 @@ def change_format(mesh: Mesh, folder: str) -> None:
     conv = nn.Conv2d(256, 256, 3, padding=1)
     x = torch.randn(32, 256, 3, 1)
     expected = conv(x).detach()
-    with mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}):
+    with mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder, **ON}):
         model = parallelize(conv, x, "h2", mesh=mesh)
         slab = model.scatter(x)
         for format in (torch.contiguous_format, torch.channels_last):
@@ -260,7 +261,8 @@ def test_a_network_lies_in_one_format_and_hands_out_the_callers(innermost_s: flo
 def test_measuring_leaves_the_callers_random_numbers_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
+    for name, value in {"TILEWISE_CACHE": str(tmp_path), **ON}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(tune, "WORTH", 0.0)
     x = torch.randn(1, 3, 9, 8)
     for _ in range(2):  # measured, then known

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from typing import Any
 
@@ -24,7 +23,6 @@ WITHIN = 0.01  # of a real rank's live bytes: what hosts agree on is not simulat
 
 def train(mesh: Mesh, name: str, graph: Graph, plan: Plan) -> tuple[Counter[Any], int, int]:
     """Run a step; returns what was handed to torch.distributed, and the most bytes alive."""
-    os.environ["TILEWISE_TUNE"] = "off"
     model = ParallelModel(build(name), graph, plan, mesh)
     slabs = model.scatter(*inputs_of(graph))
     slabs = slabs if isinstance(slabs, tuple) else (slabs,)
@@ -38,7 +36,6 @@ def train(mesh: Mesh, name: str, graph: Graph, plan: Plan) -> tuple[Counter[Any]
     model.zero_grad()
     with wire() as heard, LiveBytes() as live:
         step()
-    del os.environ["TILEWISE_TUNE"]
     sent = Counter(
         (packet.operation, packet.peer, packet.bytes)
         for packet in heard

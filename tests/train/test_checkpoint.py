@@ -119,7 +119,7 @@ def test_training_goes_on_elsewhere_as_if_never_interrupted(
     found = ranks(2, go_on, graph(), "f2", kind, folder, range(2), True)[0]
     found += ranks(3, go_on, graph(), "f3", kind, folder, range(2, 4), True)[0]
     by_mpi = (graph(), "c3", kind, folder, range(4, 6), True)
-    found += mpi.run((0, 1, 2), go_on, by_mpi, 120.0)[0]
+    found += mpi.run((0, 1, 2), go_on, by_mpi, 300.0)[0]
     found += ranks(1, go_on, graph(), "1", kind, folder, range(6, 8), True)[0]
     found += ranks(4, go_on, graph(), "n2 c2", kind, folder, range(8, 10), True)[0]
     assert found == pytest.approx(whole, rel=1e-12)

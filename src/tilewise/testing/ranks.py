@@ -18,7 +18,7 @@ MOST_THREADS = 100
 
 
 def ranks(
-    count: int | Sequence[int], function: Callable[..., Any], *args: Any, timeout: float = 120.0
+    count: int | Sequence[int], function: Callable[..., Any], *args: Any, timeout: float = 300.0
 ) -> list[Any]:
     """Call `function(mesh, *args)` on `count` ranks and return what each returned.
 
