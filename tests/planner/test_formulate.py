@@ -84,6 +84,30 @@ def test_rows_add_up_to_the_step(name: str) -> None:
     assert sum(row.sync_s for row in table) == pytest.approx(cost.sync)
 
 
+class Product(nn.Module):
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(2, 16, 1)
+        self.matrix = nn.Parameter(torch.zeros(16, columns))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x).transpose(1, 2) @ self.matrix
+
+
+@pytest.mark.parametrize("columns", [1, 4, 256])
+def test_a_product_is_as_fast_as_its_own_channels_allow(columns: int) -> None:
+    """What it sums over and its columns, not some number that is the same for all of them."""
+    slow = ONE_NODE.compute["float32"].model_copy(update={"peak_flops_per_s": 1e6})
+    machine = ONE_NODE.model_copy(update={"compute": {"float32": slow}})
+    graph = capture(Product(columns), (torch.zeros(4, 2, 8),))
+    found = formulate(graph, Setting(machine, 1, "float32", 4, "adam"))
+    (name,) = (node.name for node in graph.training.nodes if node.kind == "matmul")
+    seconds = machine.arithmetic_s(
+        "matmul", "float32", np.array(2.0 * 4 * 8 * 16 * columns), np.array(4 * columns**0.5)
+    )
+    assert found.costs[name].compute_forward[0] == pytest.approx(float(seconds) + machine.call_s)
+
+
 def test_pins_leave_one_candidate() -> None:
     graph = graph_of("dense")
     found = formulated(graph, 4, pins={"last": Degrees(h=2, c=2)})
