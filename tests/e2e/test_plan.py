@@ -132,6 +132,12 @@ def calls_degrees(about: dict[str, Any]) -> dict[str, str]:
             "--pin: features.0 is fixed as 'n2' and as 'h2'",
         ),
         (["--machine", "lassen", "--memory", "1KB"], 1, "is too small"),
+        (["--machine", "lassen", "--dtype", "int8"], 2, "one of float64, float32, bfloat16, flo"),
+        (
+            ["--machine", "lassen", "--dtype", "bfloat16"],
+            2,
+            "machine lassen: no rates for bfloat16; it has float32, float64, float16",
+        ),
     ],
 )
 def test_bad_input_is_one_line(
@@ -151,4 +157,16 @@ def test_bad_input_is_one_line(
     assert caught.value.code == code
     said = capsys.readouterr().err
     assert message in said
-    assert "Traceback" not in said
+    assert said.count("\n") == 1
+
+
+def test_float16_has_rates_and_sizes_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {}
+    for dtype in ("float32", "float16"):
+        words = [*SMALL, "--devices", "2", "--machine", "dgx-h100", "--dtype", dtype, "--json"]
+        assert finish(shlex.join(["tilewise", "plan", *words]), monkeypatch) == 0
+        found[dtype] = json.loads(capsys.readouterr().out)
+    assert found["float16"]["details"]["dtype"] == "float16"
+    assert found["float16"]["peak_bytes"] < 0.6 * found["float32"]["peak_bytes"]

@@ -46,7 +46,7 @@ def plan(
         str | None, typer.Option(help="what a device may hold, such as 16GiB")
     ] = None,
     optimizer: Annotated[str, typer.Option(help="sgd, momentum, rmsprop, adam or adamw")] = "adam",
-    dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16")] = "float32",
+    dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16")] = "float32",
     pin: Annotated[
         list[str] | None, typer.Option(help="fix a layer, as 'conv1=n64 d8'; repeats")
     ] = None,
