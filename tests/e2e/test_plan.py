@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from itertools import pairwise
+from math import comb
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,25 @@ def test_json_has_the_promised_keys_and_the_plan_loads(
     line = " ".join(shown.split())
     for text in ("compute does not hide it", "owt (one weird trick)", "held: kept for backward"):
         assert text in line
+    assert "features.0: ways that are left out" in shown
+    assert "the layer has no depth to cut by d" in shown
+
+
+def test_json_says_of_every_way_why_it_was_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*SMALL, "--devices", "4", "--machine", "p100x4", "--explain", "features.0", "--json"]
+    assert finish(shlex.join(["tilewise", "plan", *words]), monkeypatch) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)["explain"]
+    groups = {one["reason"]: one for one in found["left_out"]}
+    assert all(one["count"] == len(one["ways"]) for one in groups.values())
+    never = groups["the layer has no depth to cut by d"]
+    assert {"degrees": "d4", "recompute": False,
+            "reason": "the layer has no depth to cut by d4"} in never["ways"]  # fmt: skip
+    slower = groups["proven slower, however other layers are split"]["ways"]
+    assert {one["degrees"] for one in slower} < {one["degrees"] for one in found["alternatives"]}
+    total = sum(one["count"] for one in groups.values())
+    assert 0 < comb(2 + 6, 6) - total <= len(found["alternatives"])
 
 
 def _check_network(about: dict[str, Any]) -> None:

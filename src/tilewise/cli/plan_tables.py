@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from math import isfinite
 
@@ -12,6 +12,7 @@ from rich.table import Table
 
 from tilewise.layout import Degrees
 from tilewise.plan import Plan
+from tilewise.planner.candidates import Dropped
 from tilewise.planner.explain import Alternative
 from tilewise.planner.rows import Row
 from tilewise.planner.search import Found, Priced
@@ -19,6 +20,7 @@ from tilewise.planner.sensitivity import Tried
 
 KINDS = ("compute", "halo", "exchange", "sync")
 MOST_ALTERNATIVES = 20
+MOST_EXAMPLES = 3
 WAITING = (
     "halo: a layer's wait for rows and gathered channels of others, as far as compute does not "
     "hide it; exchange: scattered results, statistics of norms, and moves between layers"
@@ -129,7 +131,8 @@ def show_alternatives(
     for name in ("degrees", "step", "more", *KINDS, "held", "decides"):
         justify: JustifyMethod = "left" if name in ("degrees", "decides") else "right"
         table.add_column(name, justify=justify, no_wrap=name != "degrees")
-    for one in alternatives[:MOST_ALTERNATIVES]:
+    fitting = [one for one in alternatives if isfinite(one.step_seconds)]
+    for one in fitting[:MOST_ALTERNATIVES]:
         bound = "" if one.exact else "≥ "
         table.add_row(
             _way(one.degrees, one.recompute) + " *" * one.chosen,
@@ -140,12 +143,27 @@ def show_alternatives(
             one.decides,
         )
     console.print(table)
-    left = len(alternatives) - MOST_ALTERNATIVES
+    left = len(fitting) - MOST_ALTERNATIVES
     text = (
         "* chosen; ≥ a lower bound; compute to sync: of this layer alone, halos before any of them "
         "hides behind compute; held: kept for backward; decides: the largest of its costs"
     )
-    explain(text + f"; {left} dearer ones left out" * (left > 0), console)
+    explain(text + f"; {left} dearer ones not shown" * (left > 0), console)
+
+
+def show_left_out(layer: str, left_out: Mapping[str, Sequence[Dropped]], console: Console) -> None:
+    """Show why ways to split a layer were left out, with some that are the least cut."""
+    if not left_out:
+        return
+    title = f"{layer}: ways that are left out"
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("because", "ways", "such as"):
+        table.add_column(name, justify="right" if name == "ways" else "left", overflow="fold")
+    for rule, some in left_out.items():
+        few = sorted(some, key=lambda one: one.degrees.product)[:MOST_EXAMPLES]
+        examples = ", ".join(_way(one.degrees, one.recompute) for one in few)
+        table.add_row(rule, str(len(some)), examples)
+    console.print(table)
 
 
 def show_sensitivity(tried: Sequence[Tried], console: Console) -> None:

@@ -25,8 +25,9 @@ from tilewise.layout import Degrees
 from tilewise.ops.draws import Draws
 from tilewise.plan import Plan
 from tilewise.planner.baselines import NAMES, baselines
+from tilewise.planner.candidates import Dropped
 from tilewise.planner.cost import Setting, WholeStep
-from tilewise.planner.explain import Alternative, alternatives
+from tilewise.planner.explain import Alternative, alternatives, left_out
 from tilewise.planner.formulate import Formulation, formulate
 from tilewise.planner.frontier import frontier
 from tilewise.planner.machine import Machine, load_machine
@@ -187,6 +188,13 @@ class Found:
         """Return every way to split a layer with its price when all others re-optimise."""
         limit = self.time_limit if time_limit is None else time_limit
         return alternatives(self.formulation, self.limited, layer, time_limit=limit)
+
+    def left_out(self, layer: str, ways: Sequence[Alternative] = ()) -> dict[str, list[Dropped]]:
+        """Return the ways to split a layer that were left out, by reason.
+
+        Of `ways`, which `explain` returned, also those with which no plan is as fast or fits.
+        """
+        return left_out(self.formulation, layer, ways, self.step_seconds)
 
     def frontier(self, points: int = 8) -> list[Priced]:
         """Return plans from the least memory to the fastest, each faster than the one before."""
