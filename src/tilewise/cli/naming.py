@@ -22,7 +22,9 @@ __all__ = [
     "parse_plan", "parse_shape",
 ]  # fmt: skip
 
-DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")
+}
 
 
 def named_checkpoint(command: str, folder: Path) -> tuple[Path, Manifest]:
