@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from math import isfinite
 
@@ -14,7 +14,7 @@ from tilewise.layout import Degrees
 from tilewise.plan import Plan
 from tilewise.planner.candidates import Dropped
 from tilewise.planner.explain import Alternative
-from tilewise.planner.rows import Row
+from tilewise.planner.rows import Row, together
 from tilewise.planner.search import Found, Priced
 from tilewise.planner.sensitivity import Tried
 
@@ -28,6 +28,12 @@ WAITING = (
 COSTS = (
     f"compute: arithmetic and the optimizer; {WAITING}; sync: sums of gradients, before any of "
     "them hides behind backward; sent: by all devices in a step"
+)
+HELD = (
+    "states: the optimizer's; kept: activations for backward, the network's input among them; "
+    "passing: the most that is there only while a layer runs (halos, gathered and moved tensors, "
+    "workspace, gradients on their way, copies for sums and the optimizer), of several layers the "
+    "largest, as they run one after another"
 )
 PEOPLE_USE = (
     "data: samples only; spatial: depth, height and width only; model: channels and filters only; "
@@ -52,11 +58,9 @@ def size(count: float) -> str:
 
 def show_plan(found: Found, console: Console) -> None:
     """Show stretches of layers with equal degrees, with their times and bytes."""
-    table = Table(title=f"plan for {found.devices} devices of {found.machine.name}, milliseconds")
-    for name in ("layers", "degrees", *KINDS, "sent"):
-        table.add_column(name, justify="left" if name in ("layers", "degrees") else "right")
-    for way, group in groupby(found.rows, key=lambda row: _way(row.degrees, row.recompute)):
-        stretch = list(group)
+    title = f"plan for {found.devices} devices of {found.machine.name}, milliseconds"
+    table = _compact(title, ("layers", "degrees"), (*KINDS, "sent"))
+    for way, stretch in _stretches(found):
         table.add_row(
             _named(stretch), way, *_times(stretch), size(sum(row.bytes for row in stretch))
         )
@@ -71,9 +75,7 @@ def show_plan(found: Found, console: Console) -> None:
         f"backward {milliseconds(found.cost.backward)}, gradient sums "
         f"{milliseconds(found.cost.sync)} ({milliseconds(hidden)} hidden behind backward)"
     )
-    console.print(
-        f"memory {size(found.peak_bytes)} of {size(found.memory_bytes)} on the fullest device"
-    )
+    show_held(found, console)
     proof = "proven best" if found.optimal else _how_near(found.gap)
     console.print(
         f"{proof} of all candidates; priced in {found.price_seconds:.1f} s, searched in "
@@ -81,9 +83,47 @@ def show_plan(found: Found, console: Console) -> None:
     )
 
 
+def show_held(found: Found, console: Console) -> None:
+    """Show what the fullest device has of each stretch of layers, and what its peak is made of."""
+    total = together(found.rows)
+    table = _compact("bytes on the fullest device", ("layers", "degrees"), total)
+    for way, stretch in _stretches(found):
+        table.add_row(_named(stretch), way, *_sizes(together(stretch)))
+    table.add_section()
+    table.add_row("all", "", *_sizes(total), style="bold")
+    console.print(table)
+    explain(HELD, console)
+    console.print(
+        f"memory {size(found.peak_bytes)} of {size(found.memory_bytes)} on the fullest device"
+    )
+    moment = found.fullest
+    held = ", ".join(f"{kind} {size(count)}" for kind, count in moment.bytes_by_kind.items())
+    console.print(f"at its fullest, {moment.phase} of {moment.layer}: {held}")
+
+
+def _compact(title: str, words: Iterable[str], numbers: Iterable[str]) -> Table:
+    """Return a table for 80 columns, in which words may be folded and numbers may not."""
+    table = Table(title=title, box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    for name in words:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _sizes(held: Mapping[str, int]) -> list[str]:
+    return [size(count) if count else "–" for count in held.values()]
+
+
 def explain(text: str, console: Console) -> None:
     """Say what a table's words mean."""
     console.print(text, style="dim", highlight=False)
+
+
+def _stretches(found: Found) -> Iterator[tuple[str, list[Row]]]:
+    """Yield layers that follow each other and are split alike, with how they are."""
+    for way, group in groupby(found.rows, key=lambda row: _way(row.degrees, row.recompute)):
+        yield way, list(group)
 
 
 def _named(stretch: Sequence[Row]) -> str:
@@ -155,14 +195,11 @@ def show_left_out(layer: str, left_out: Mapping[str, Sequence[Dropped]], console
     """Show why ways to split a layer were left out, with some that are the least cut."""
     if not left_out:
         return
-    title = f"{layer}: ways that are left out"
-    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in ("because", "ways", "such as"):
-        table.add_column(name, justify="right" if name == "ways" else "left", overflow="fold")
+    table = _compact(f"{layer}: ways that are left out", ("because", "such as"), ("ways",))
     for rule, some in left_out.items():
         few = sorted(some, key=lambda one: one.degrees.product)[:MOST_EXAMPLES]
         examples = ", ".join(_way(one.degrees, one.recompute) for one in few)
-        table.add_row(rule, str(len(some)), examples)
+        table.add_row(rule, examples, str(len(some)))
     console.print(table)
 
 

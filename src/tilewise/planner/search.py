@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import isfinite
 from pathlib import Path
@@ -33,10 +33,10 @@ from tilewise.planner.frontier import frontier
 from tilewise.planner.machine import Machine, load_machine
 from tilewise.planner.payload import Payload
 from tilewise.planner.places import decided
-from tilewise.planner.rows import Row, rows
+from tilewise.planner.rows import Row, rows, together
 from tilewise.planner.sensitivity import Tried, sensitivity
 from tilewise.planner.solve import Cost, evaluate, solve
-from tilewise.planner.timeline import peak_bytes
+from tilewise.planner.timeline import Fullest, fullest, peak_bytes
 from tilewise.planner.within import Limited, Within
 
 UNITS = {"": 1, "B": 1} | {
@@ -115,6 +115,11 @@ class Found:
         """What the fullest rank holds at its fullest moment."""
         return peak_bytes(self.formulation, self.solution.choice)
 
+    @cached_property
+    def fullest(self) -> Fullest:
+        """The moment at which the fullest rank holds most, and what that is of."""
+        return fullest(self.formulation, self.solution.choice)
+
     @property
     def optimal(self) -> bool:
         return self.solution.optimal
@@ -137,7 +142,7 @@ class Found:
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """Every layer with its degrees, seconds by kind, and bytes that all ranks send for it."""
+        """Every layer with its degrees, its seconds by kind, and its bytes: sent, and by kind."""
         return rows(self.formulation, self.solution.choice, self.payload(self.plan))
 
     def planned(self, plan: Plan) -> Planned:
@@ -224,6 +229,8 @@ class Found:
         return {
             "step_seconds": self.step_seconds,
             "peak_bytes": self.peak_bytes,
+            "bytes_by_kind": together(self.rows),
+            "fullest": asdict(self.fullest),
             "optimal": self.optimal,
             "gap": self.gap if isfinite(self.gap) else None,
             "price_seconds": self.price_seconds,
