@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from itertools import pairwise
+from math import comb
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,11 @@ from tilewise.layout import Degrees
 
 KEYS = {
     "step_seconds", "peak_bytes", "optimal", "gap", "solve_seconds", "devices", "machine",
-    "layers", "baselines", "details", "price_seconds",
+    "layers", "baselines", "details", "price_seconds", "bytes_by_kind", "fullest",
 }  # fmt: skip
 ROW = {"name", "kind", "degrees", "compute_s", "halo_s", "exchange_s", "sync_s", "bytes",
-       "recompute"}  # fmt: skip
+       "recompute", "bytes_by_kind"}  # fmt: skip
+HELD = ["parameters", "gradients", "states", "kept", "passing"]
 BASELINES = {"data", "spatial", "model", "owt", "uniform"}
 OTHERS = (("other", "conv1", "n2"), ("wide", "features.0", "n4"), ("deep", "features.0", "d2"))
 SMALL = ["alexnet", "--arg", "width=0.25", "--input", "8x3x96x96"]
@@ -48,6 +51,7 @@ def test_json_has_the_promised_keys_and_the_plan_loads(
     about = json.loads(path.read_text())["details"]
     assert found["details"].items() <= about.items()
     _check_network(about)
+    _check_bytes(found)
     plan = Plan.load(path)
     assert str(plan.layers["features.0"]) == "h4"
     degrees = {row["name"]: row["degrees"] for row in found["layers"]}
@@ -60,6 +64,39 @@ def test_json_has_the_promised_keys_and_the_plan_loads(
     line = " ".join(shown.split())
     for text in ("compute does not hide it", "owt (one weird trick)", "held: kept for backward"):
         assert text in line
+    assert "features.0: ways that are left out" in shown
+    assert "the layer has no depth to cut by d" in shown
+
+
+def _check_bytes(found: dict[str, Any]) -> None:
+    """What layers have by kind adds up to the whole, and what the peak is made of to the peak."""
+    rows = [row["bytes_by_kind"] for row in found["layers"]]
+    total = found["bytes_by_kind"]
+    assert all(list(row) == HELD for row in [*rows, total])
+    assert total == {
+        kind: (max if kind == "passing" else sum)(row[kind] for row in rows) for kind in HELD
+    }
+    fullest = found["fullest"]
+    assert sum(fullest["bytes_by_kind"].values()) == found["peak_bytes"]
+    assert fullest["layer"] in [row["name"] for row in found["layers"]]
+    assert all(fullest["bytes_by_kind"][kind] <= total[kind] + 1 for kind in HELD)
+
+
+def test_json_says_of_every_way_why_it_was_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*SMALL, "--devices", "4", "--machine", "p100x4", "--explain", "features.0", "--json"]
+    assert finish(shlex.join(["tilewise", "plan", *words]), monkeypatch) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)["explain"]
+    groups = {one["reason"]: one for one in found["left_out"]}
+    assert all(one["count"] == len(one["ways"]) for one in groups.values())
+    never = groups["the layer has no depth to cut by d"]
+    assert {"degrees": "d4", "recompute": False,
+            "reason": "the layer has no depth to cut by d4"} in never["ways"]  # fmt: skip
+    slower = groups["proven slower, however other layers are split"]["ways"]
+    assert {one["degrees"] for one in slower} < {one["degrees"] for one in found["alternatives"]}
+    total = sum(one["count"] for one in groups.values())
+    assert 0 < comb(2 + 6, 6) - total <= len(found["alternatives"])
 
 
 def _check_network(about: dict[str, Any]) -> None:
@@ -104,11 +141,15 @@ def test_tables_are_whole_on_80_columns(
     words = [*SMALL, "--devices", "4", "--machine", "lassen", "--explain", "features.3"]
     words += ["--sensitivity", "--time-limit", "5"]
     assert finish(shlex.join(["tilewise", "plan", *words]), monkeypatch) == 0
-    shown = capsys.readouterr().out.partition("each way to split it")[2]
+    shown = capsys.readouterr().out
+    for text in ("bytes on the fullest device", "parameters", "kept", "passing", "at its fullest"):
+        assert text in shown
+    assert all(line.endswith(" …") for line in re.findall(r".*…", shown)), "names are whole"
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    shown = shown.partition("each way to split it")[2]
     for text in ("exchange", "decides", "memory_bandwidth_bytes_per_s"):
         assert text in shown
     assert "…" not in shown
-    assert all(len(line) <= 80 for line in shown.splitlines())
 
 
 def calls_degrees(about: dict[str, Any]) -> dict[str, str]:
@@ -132,6 +173,12 @@ def calls_degrees(about: dict[str, Any]) -> dict[str, str]:
             "--pin: features.0 is fixed as 'n2' and as 'h2'",
         ),
         (["--machine", "lassen", "--memory", "1KB"], 1, "is too small"),
+        (["--machine", "lassen", "--dtype", "int8"], 2, "one of float64, float32, bfloat16, flo"),
+        (
+            ["--machine", "lassen", "--dtype", "bfloat16"],
+            2,
+            "machine lassen: no rates for bfloat16; it has float32, float64, float16",
+        ),
     ],
 )
 def test_bad_input_is_one_line(
@@ -151,4 +198,16 @@ def test_bad_input_is_one_line(
     assert caught.value.code == code
     said = capsys.readouterr().err
     assert message in said
-    assert "Traceback" not in said
+    assert said.count("\n") == 1
+
+
+def test_float16_has_rates_and_sizes_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {}
+    for dtype in ("float32", "float16"):
+        words = [*SMALL, "--devices", "2", "--machine", "dgx-h100", "--dtype", dtype, "--json"]
+        assert finish(shlex.join(["tilewise", "plan", *words]), monkeypatch) == 0
+        found[dtype] = json.loads(capsys.readouterr().out)
+    assert found["float16"]["details"]["dtype"] == "float16"
+    assert found["float16"]["peak_bytes"] < 0.6 * found["float32"]["peak_bytes"]

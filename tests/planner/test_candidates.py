@@ -64,3 +64,29 @@ def test_only_the_product_of_c_and_f_counts_without_weights() -> None:
 def test_a_pin_leaves_one() -> None:
     found = candidates(CONV, 16, pin=Degrees(n=4, d=2))
     assert [str(found.degrees(i)) for i in range(len(found))] == ["n4 d2"]
+
+
+def test_a_pin_is_the_reason_of_what_the_layer_could_use() -> None:
+    found = candidates(LINEAR, 4, pin=Degrees(n=4))
+    reasons = {str(one.degrees): one.reason for one in found.dropped()}
+    assert reasons["f4"] == "the layer is pinned to 'n4'"
+    assert reasons["h2"] == "the layer has no height to cut by h2"
+    assert "n4" not in reasons
+
+
+def test_few_rules_leave_out_many_ways() -> None:
+    rules = [one.rule for one in candidates(LINEAR, 64).dropped()]
+    assert len(rules) > 500
+    assert set(rules) == {
+        "the layer has no depth to cut by d",
+        "the layer has no height to cut by h",
+        "the layer has no width to cut by w",
+        "n is at most 4, the layer's samples",
+        "c is at most 3, the layer's channels",
+        "f is at most 10, the layer's filters",
+    }
+    small = Layer("pool", "max_pool1d", (8, 2, 8), {"n": 8, "h": 8, "c": 2, "f": 2, "cf": 2})
+    assert {one.rule for one in candidates(small, 4).dropped()} >= {
+        "c times f is at most 2, the layer's channels",
+        "the same with c alone: only the product of c and f counts",
+    }

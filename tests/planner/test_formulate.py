@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import numpy as np
 import pytest
 import torch
@@ -13,14 +15,15 @@ from tilewise.errors import PlanError
 from tilewise.graph.lower import plan_program
 from tilewise.layout import Degrees
 from tilewise.ops.draws import Draws
+from tilewise.planner.chosen import chosen_moves
 from tilewise.planner.cost import Setting
 from tilewise.planner.formulate import Formulation, formulate
 from tilewise.planner.machine import load_machine
 from tilewise.planner.payload import Payload
 from tilewise.planner.price import traffic_s
-from tilewise.planner.rows import chosen_moves, rows
+from tilewise.planner.rows import rows, together
 from tilewise.planner.solve import evaluate
-from tilewise.planner.timeline import peak_bytes
+from tilewise.planner.timeline import KINDS, fullest, peak_bytes
 
 ONE_NODE = load_machine("lassen").model_copy(update={"devices_per_node": 64, "overlap_halo": 0.0})
 
@@ -82,6 +85,64 @@ def test_rows_add_up_to_the_step(name: str) -> None:
     busy = sum(row.compute_s + row.halo_s + row.exchange_s for row in table)
     assert busy == pytest.approx(cost.forward + cost.backward)
     assert sum(row.sync_s for row in table) == pytest.approx(cost.sync)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("degrees", ["n2 h2", "n2 c2", "c2 f2"])
+@pytest.mark.parametrize("name", ["joined", "unet", "cosmoflow"])
+def test_bytes_by_kind_add_up(name: str, degrees: str, again: bool) -> None:
+    """To the blocks of the planned program, to what is held, and at the peak to the peak."""
+    graph = graph_of(name)
+    found = formulated(graph, 4, recompute=again)
+    plan = Plan.uniform(graph, degrees)
+    if again:
+        plan = Plan(plan.layers, recompute=tuple(" ".join(s) for s in found.choices.stretches if s))
+    choice = found.choice(plan)
+    plan = found.plan(choice)
+    program = plan_program(graph.training, plan, ranks=4, rank=0, draws=Draws(0))
+    table = rows(found, choice, Payload(program, plan, node=64))
+    blocks = sum(
+        4 * max(prod(need.cover.local_shape(rank)) for rank in range(4))
+        for lowered in program.lowered
+        for value, need in zip(lowered.operands, lowered.operation.needs)
+        if value.origin == "parameter"
+    )
+    total = together(table)
+    assert total["parameters"] == total["gradients"] == total["states"] // 2 == blocks
+    held = sum(int(v.held[k].item()) for v, k in zip(found.problem.variables, choice))
+    moved = sum(int(m.held[0, 0]) for some in chosen_moves(found, choice).values() for m in some)
+    assert 4 * blocks + total["kept"] == pytest.approx(held + moved, abs=len(table))
+    peak = fullest(found, choice)
+    assert sum(peak.bytes_by_kind.values()) == peak_bytes(found, choice)
+    assert peak.layer in found.called
+    assert all(peak.bytes_by_kind[kind] <= total[kind] + len(table) for kind in KINDS)
+    for row in table:
+        assert list(row.bytes_by_kind) == list(KINDS)
+        assert min(row.bytes_by_kind.values()) >= 0
+
+
+class Product(nn.Module):
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(2, 16, 1)
+        self.matrix = nn.Parameter(torch.zeros(16, columns))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x).transpose(1, 2) @ self.matrix
+
+
+@pytest.mark.parametrize("columns", [1, 4, 256])
+def test_a_product_is_as_fast_as_its_own_channels_allow(columns: int) -> None:
+    """What it sums over and its columns, not some number that is the same for all of them."""
+    slow = ONE_NODE.compute["float32"].model_copy(update={"peak_flops_per_s": 1e6})
+    machine = ONE_NODE.model_copy(update={"compute": {"float32": slow}})
+    graph = capture(Product(columns), (torch.zeros(4, 2, 8),))
+    found = formulate(graph, Setting(machine, 1, "float32", 4, "adam"))
+    (name,) = (node.name for node in graph.training.nodes if node.kind == "matmul")
+    seconds = machine.arithmetic_s(
+        "matmul", "float32", np.array(2.0 * 4 * 8 * 16 * columns), np.array(4 * columns**0.5)
+    )
+    assert found.costs[name].compute_forward[0] == pytest.approx(float(seconds) + machine.call_s)
 
 
 def test_pins_leave_one_candidate() -> None:

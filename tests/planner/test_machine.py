@@ -40,6 +40,17 @@ def test_lassen_has_the_papers_links() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "tera"), [("p100x4", 21.2), ("lassen", 125), ("perlmutter", 312), ("dgx-h100", 989)]
+)
+def test_float16_runs_at_the_published_rates(name: str, tera: float) -> None:
+    machine = load_machine(name)
+    assert machine.rates("float16").peak_flops_per_s == pytest.approx(tera * 1e12)
+    said = machine.sources["compute.peak_flops_per_s"]
+    assert f"{tera:g}" in said
+    assert "float16" in said.replace("bfloat16", "")
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"memory_gb": 16}, "memory_gb: Extra inputs"),

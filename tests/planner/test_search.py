@@ -13,6 +13,7 @@ from tilewise import Plan, capture, models, search
 from tilewise.errors import PlanError
 from tilewise.layout import Degrees
 from tilewise.planner.baselines import NAMES, seconds_of
+from tilewise.planner.candidates import all_degrees
 from tilewise.planner.machine import load_machine
 from tilewise.planner.search import Found, parse_bytes
 from tilewise.planner.sensitivity import RATES, scaled
@@ -118,6 +119,30 @@ def test_explanations_price_the_chosen_way_at_the_step(found: Found) -> None:
         assert way.step_seconds <= way.alone_seconds * (1 + 1e-6) or not way.exact
     with pytest.raises(PlanError, match="no layer 'nowhere' to explain"):
         found.explain("nowhere")
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_every_way_is_chosen_as_good_or_left_out_for_a_reason(found: Found, short: bool) -> None:
+    if short:
+        limit = found.frontier()[0].peak_bytes
+        found = search(
+            graph_of("joined"), devices=4, machine="p100x4", memory=limit, time_limit=20.0
+        )
+    ways = found.explain("wide", time_limit=20.0)
+    groups = found.left_out("wide", ways)
+    gone = [str(one.degrees) for some in groups.values() for one in some]
+    best = found.step_seconds * (1 + 1e-8)
+    as_good = [str(way.degrees) for way in ways if way.step_seconds <= best]
+    assert str(found.plan.layers["wide"]) in as_good
+    every = [str(Degrees(*row)) for row in all_degrees(4).tolist()]
+    assert sorted(gone + as_good) == sorted(every)
+    assert ("no plan with it fits in memory" in groups) == short
+    assert all(one.reason for some in groups.values() for one in some)
+    before = found.left_out("wide")
+    assert before == {rule: groups[rule] for rule in before}
+    assert set(groups) - set(before) <= {
+        "no plan with it fits in memory", "proven slower, however other layers are split",
+    }  # fmt: skip
 
 
 def test_pinning_what_was_found_changes_no_price() -> None:

@@ -76,6 +76,43 @@ def test_bytes_are_the_planners_on_any_rank(name: str) -> None:
     assert found.agreement.differences == ()
 
 
+class Products(nn.Module):
+    """A product of two activations, one with a weight, and one with a vector added."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(4, width, 1)
+        self.matrix = nn.Parameter(torch.zeros(width, 2 * width))
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.last = nn.Parameter(torch.zeros(2 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x)
+        z = torch.addmm(self.bias, y.mean(2) @ self.matrix, self.last)
+        return z.sum() + (y @ y.transpose(1, 2)).sum()
+
+
+@pytest.mark.parametrize(("degrees", "width"), [("n2", 16), ("n2", 512), ("c2", 512), ("c2", 16)])
+def test_products_take_what_the_planner_says(degrees: str, width: int) -> None:
+    """By their own channels, of which a rank sums over its part, and a product a gradient."""
+    with torch.device("meta"):
+        model = Products(width)
+    graph = capture(model, (torch.empty((64, 4, 512), device="meta"),))
+    plan = Plan.uniform(graph, degrees)
+    found = simulate(model, graph, plan, devices=2, machine="lassen")
+    problem = formulate(graph, found.setting)
+    choice = problem.choice(plan)
+    products = [node.name for node in graph.training.nodes if node.flops]
+    assert len(products) == 4
+    for name in products:
+        at, cost = choice[problem.choices.owner[name]], problem.costs[name]
+        for phase in ("forward", "backward"):
+            ran = [one for one in found.slowest if one.segment.layer == name]
+            seconds = sum(one.compute_s for one in ran if one.segment.phase == phase)
+            expected = getattr(cost, f"compute_{phase}")[at]
+            assert seconds == pytest.approx(expected, rel=1e-4), (name, phase)
+
+
 def test_two_thousand_ranks_of_a_small_model() -> None:
     graph = graph_of("joined")
     plan = Plan.uniform(graph, "n4 h4 w4 c2")

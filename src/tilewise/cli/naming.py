@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,10 @@ __all__ = [
     "InputError", "build_model", "find_model", "named_checkpoint", "parse_argument", "parse_dtype",
     "parse_plan", "parse_shape",
 ]  # fmt: skip
+
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")
+}
 
 
 def named_checkpoint(command: str, folder: Path) -> tuple[Path, Manifest]:
@@ -70,12 +74,11 @@ def parse_shape(text: str) -> tuple[int, ...]:
     return shape
 
 
-def parse_dtype(text: str) -> torch.dtype:
-    """Read float64, float32 or bfloat16."""
-    known = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+def parse_dtype(text: str, *, known: Iterable[str] = DTYPES) -> torch.dtype:
+    """Read a dtype's name, one of those that a command knows."""
     if text not in known:
         raise InputError(f"--dtype: {text!r} must be one of {', '.join(known)}")
-    return known[text]
+    return DTYPES[text]
 
 
 def parse_plan(text: str) -> str | dict[str, str] | Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +19,7 @@ from tilewise.cli.plan_tables import (
     show_comparison,
     show_difference,
     show_frontier,
+    show_left_out,
     show_plan,
     show_sensitivity,
 )
@@ -27,6 +28,7 @@ from tilewise.graph import Graph, capture
 from tilewise.graph.parallel import check_names
 from tilewise.plan import Plan
 from tilewise.plan.plan import DETAILS
+from tilewise.planner.candidates import Dropped
 from tilewise.planner.details import details
 from tilewise.planner.search import Found, search
 from tilewise.planner.solve import InfeasibleError
@@ -46,7 +48,7 @@ def plan(
         str | None, typer.Option(help="what a device may hold, such as 16GiB")
     ] = None,
     optimizer: Annotated[str, typer.Option(help="sgd, momentum, rmsprop, adam or adamw")] = "adam",
-    dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16")] = "float32",
+    dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16")] = "float32",
     pin: Annotated[
         list[str] | None, typer.Option(help="fix a layer, as 'conv1=n64 d8'; repeats")
     ] = None,
@@ -55,7 +57,10 @@ def plan(
         bool, typer.Option("--recompute", help="layers may be computed again to spare memory")
     ] = False,
     pareto: Annotated[bool, typer.Option("--pareto", help="show time against memory")] = False,
-    explain: Annotated[str | None, typer.Option(help="a layer: price all ways to split it")] = None,
+    explain: Annotated[
+        str | None,
+        typer.Option(help="a layer: price all ways to split it, and say why others are left out"),
+    ] = None,
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity", help="vary each rate of the machine by 10 %")
     ] = False,
@@ -157,7 +162,8 @@ def _extras(found: Found, pareto: bool, explain: str | None, other: Plan | None)
     if pareto:
         extra["frontier"] = found.frontier()
     if explain is not None:
-        extra["explain"] = (explain, found.explain(explain))
+        ways = found.explain(explain)
+        extra["explain"] = (explain, ways, found.left_out(explain, ways))
     if other is not None:
         try:
             extra["diff"] = found.price(other)
@@ -175,7 +181,7 @@ def _plain(extra: dict[str, Any]) -> dict[str, Any]:
             for one in extra["frontier"]
         ]
     if "explain" in extra:
-        layer, alternatives = extra["explain"]
+        layer, alternatives, left_out = extra["explain"]
         out["explain"] = {
             "layer": layer,
             "alternatives": [
@@ -191,6 +197,7 @@ def _plain(extra: dict[str, Any]) -> dict[str, Any]:
                 }
                 for one in alternatives
             ],
+            "left_out": [_plain_group(rule, some) for rule, some in left_out.items()],
         }
     if "sensitivity" in extra:
         out["sensitivity"] = [
@@ -207,14 +214,24 @@ def _plain(extra: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
+def _plain_group(rule: str, some: Sequence[Dropped]) -> dict[str, Any]:
+    """Return ways that one rule leaves out as plain values."""
+    ways = [
+        {"degrees": str(one.degrees), "recompute": one.recompute, "reason": one.reason}
+        for one in some
+    ]
+    return {"reason": rule, "count": len(ways), "ways": ways}
+
+
 def _show(found: Found, extra: dict[str, Any], console: Console) -> None:
     show_plan(found, console)
     show_comparison(found, console)
     if "frontier" in extra:
         show_frontier(extra["frontier"], console)
     if "explain" in extra:
-        layer, alternatives = extra["explain"]
+        layer, alternatives, left_out = extra["explain"]
         show_alternatives(layer, alternatives, found, console)
+        show_left_out(layer, left_out, console)
     if "sensitivity" in extra:
         show_sensitivity(extra["sensitivity"], console)
     if "diff" in extra:

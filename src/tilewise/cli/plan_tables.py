@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from math import isfinite
 
@@ -12,13 +12,15 @@ from rich.table import Table
 
 from tilewise.layout import Degrees
 from tilewise.plan import Plan
+from tilewise.planner.candidates import Dropped
 from tilewise.planner.explain import Alternative
-from tilewise.planner.rows import Row
+from tilewise.planner.rows import Row, together
 from tilewise.planner.search import Found, Priced
 from tilewise.planner.sensitivity import Tried
 
 KINDS = ("compute", "halo", "exchange", "sync")
 MOST_ALTERNATIVES = 20
+MOST_EXAMPLES = 3
 WAITING = (
     "halo: a layer's wait for rows and gathered channels of others, as far as compute does not "
     "hide it; exchange: scattered results, statistics of norms, and moves between layers"
@@ -26,6 +28,12 @@ WAITING = (
 COSTS = (
     f"compute: arithmetic and the optimizer; {WAITING}; sync: sums of gradients, before any of "
     "them hides behind backward; sent: by all devices in a step"
+)
+HELD = (
+    "states: the optimizer's; kept: activations for backward, the network's input among them; "
+    "passing: the most that is there only while a layer runs (halos, gathered and moved tensors, "
+    "workspace, gradients on their way, copies for sums and the optimizer), of several layers the "
+    "largest, as they run one after another"
 )
 PEOPLE_USE = (
     "data: samples only; spatial: depth, height and width only; model: channels and filters only; "
@@ -50,11 +58,9 @@ def size(count: float) -> str:
 
 def show_plan(found: Found, console: Console) -> None:
     """Show stretches of layers with equal degrees, with their times and bytes."""
-    table = Table(title=f"plan for {found.devices} devices of {found.machine.name}, milliseconds")
-    for name in ("layers", "degrees", *KINDS, "sent"):
-        table.add_column(name, justify="left" if name in ("layers", "degrees") else "right")
-    for way, group in groupby(found.rows, key=lambda row: _way(row.degrees, row.recompute)):
-        stretch = list(group)
+    title = f"plan for {found.devices} devices of {found.machine.name}, milliseconds"
+    table = _compact(title, ("layers", "degrees"), (*KINDS, "sent"))
+    for way, stretch in _stretches(found):
         table.add_row(
             _named(stretch), way, *_times(stretch), size(sum(row.bytes for row in stretch))
         )
@@ -69,9 +75,7 @@ def show_plan(found: Found, console: Console) -> None:
         f"backward {milliseconds(found.cost.backward)}, gradient sums "
         f"{milliseconds(found.cost.sync)} ({milliseconds(hidden)} hidden behind backward)"
     )
-    console.print(
-        f"memory {size(found.peak_bytes)} of {size(found.memory_bytes)} on the fullest device"
-    )
+    show_held(found, console)
     proof = "proven best" if found.optimal else _how_near(found.gap)
     console.print(
         f"{proof} of all candidates; priced in {found.price_seconds:.1f} s, searched in "
@@ -79,9 +83,47 @@ def show_plan(found: Found, console: Console) -> None:
     )
 
 
+def show_held(found: Found, console: Console) -> None:
+    """Show what the fullest device has of each stretch of layers, and what its peak is made of."""
+    total = together(found.rows)
+    table = _compact("bytes on the fullest device", ("layers", "degrees"), total)
+    for way, stretch in _stretches(found):
+        table.add_row(_named(stretch), way, *_sizes(together(stretch)))
+    table.add_section()
+    table.add_row("all", "", *_sizes(total), style="bold")
+    console.print(table)
+    explain(HELD, console)
+    console.print(
+        f"memory {size(found.peak_bytes)} of {size(found.memory_bytes)} on the fullest device"
+    )
+    moment = found.fullest
+    held = ", ".join(f"{kind} {size(count)}" for kind, count in moment.bytes_by_kind.items())
+    console.print(f"at its fullest, {moment.phase} of {moment.layer}: {held}")
+
+
+def _compact(title: str, words: Iterable[str], numbers: Iterable[str]) -> Table:
+    """Return a table for 80 columns, in which words may be folded and numbers may not."""
+    table = Table(title=title, box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    for name in words:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _sizes(held: Mapping[str, int]) -> list[str]:
+    return [size(count) if count else "–" for count in held.values()]
+
+
 def explain(text: str, console: Console) -> None:
     """Say what a table's words mean."""
     console.print(text, style="dim", highlight=False)
+
+
+def _stretches(found: Found) -> Iterator[tuple[str, list[Row]]]:
+    """Yield layers that follow each other and are split alike, with how they are."""
+    for way, group in groupby(found.rows, key=lambda row: _way(row.degrees, row.recompute)):
+        yield way, list(group)
 
 
 def _named(stretch: Sequence[Row]) -> str:
@@ -129,7 +171,8 @@ def show_alternatives(
     for name in ("degrees", "step", "more", *KINDS, "held", "decides"):
         justify: JustifyMethod = "left" if name in ("degrees", "decides") else "right"
         table.add_column(name, justify=justify, no_wrap=name != "degrees")
-    for one in alternatives[:MOST_ALTERNATIVES]:
+    fitting = [one for one in alternatives if isfinite(one.step_seconds)]
+    for one in fitting[:MOST_ALTERNATIVES]:
         bound = "" if one.exact else "≥ "
         table.add_row(
             _way(one.degrees, one.recompute) + " *" * one.chosen,
@@ -140,12 +183,24 @@ def show_alternatives(
             one.decides,
         )
     console.print(table)
-    left = len(alternatives) - MOST_ALTERNATIVES
+    left = len(fitting) - MOST_ALTERNATIVES
     text = (
         "* chosen; ≥ a lower bound; compute to sync: of this layer alone, halos before any of them "
         "hides behind compute; held: kept for backward; decides: the largest of its costs"
     )
-    explain(text + f"; {left} dearer ones left out" * (left > 0), console)
+    explain(text + f"; {left} dearer ones not shown" * (left > 0), console)
+
+
+def show_left_out(layer: str, left_out: Mapping[str, Sequence[Dropped]], console: Console) -> None:
+    """Show why ways to split a layer were left out, with some that are the least cut."""
+    if not left_out:
+        return
+    table = _compact(f"{layer}: ways that are left out", ("because", "such as"), ("ways",))
+    for rule, some in left_out.items():
+        few = sorted(some, key=lambda one: one.degrees.product)[:MOST_EXAMPLES]
+        examples = ", ".join(_way(one.degrees, one.recompute) for one in few)
+        table.add_row(rule, examples, str(len(some)))
+    console.print(table)
 
 
 def show_sensitivity(tried: Sequence[Tried], console: Console) -> None:

@@ -59,7 +59,7 @@ def simulate(
         str | None, typer.Option(help="what a device may hold, such as 16GiB")
     ] = None,
     optimizer: Annotated[str, typer.Option(help="sgd, momentum, rmsprop, adam or adamw")] = "adam",
-    dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16")] = "float32",
+    dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16")] = "float32",
     arg: Annotated[list[str] | None, typer.Option(help="key=value for the model; repeats")] = None,
     time_limit: Annotated[float, typer.Option(min=0.1, help="seconds to search a plan")] = 10.0,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,

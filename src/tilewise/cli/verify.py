@@ -24,7 +24,7 @@ from tilewise.graph.lower import plan_program
 from tilewise.graph.parallel import check_names
 from tilewise.layout import Degrees
 from tilewise.ops.draws import Draws
-from tilewise.testing.verify import LOSSES, Result, stage_count, verify_in_stages
+from tilewise.testing.verify import LOSSES, TOLERANCE, Result, stage_count, verify_in_stages
 
 KINDS = ("output", "input_grad", "param_grad", "buffers", "loss")
 LIMIT = 3600.0
@@ -80,8 +80,8 @@ def _dry_run(task: tuple[Any, ...], ranks: int) -> None:
     for degrees in plan.values() if isinstance(plan, dict) else [plan]:
         if isinstance(degrees, str):
             Degrees.parse(degrees)
-    model = build_model(name, arguments, parse_dtype(dtype), seed)
-    inputs = [torch.empty(shape, dtype=parse_dtype(dtype), device="meta") for shape in shapes]
+    model = build_model(name, arguments, _dtype(dtype), seed)
+    inputs = [torch.empty(shape, dtype=_dtype(dtype), device="meta") for shape in shapes]
     graph = capture(model, tuple(inputs))
     checked = as_plan(graph, plan)
     checked.check(ranks)
@@ -105,13 +105,18 @@ def run(
 ) -> Generator[str, None, Result]:
     """Verify on one rank of the mesh; yields what comes next."""
     warnings.simplefilter("ignore")
-    found = build_model(name, arguments, parse_dtype(dtype), seed)
+    found = build_model(name, arguments, _dtype(dtype), seed)
     generator = torch.Generator().manual_seed(seed + 1)
     inputs = [
-        torch.randn(shape, generator=generator, dtype=torch.float64).to(parse_dtype(dtype))
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(_dtype(dtype))
         for shape in shapes
     ]
     return (yield from verify_in_stages(mesh, found, inputs, plan, loss=loss, steps=steps))
+
+
+def _dtype(text: str) -> torch.dtype:
+    """Read a dtype for which it is known how far apart results may be."""
+    return parse_dtype(text, known=[str(one).removeprefix("torch.") for one in TOLERANCE])
 
 
 def _as_json(result: Result, model: str, plan: str, ranks: int) -> dict[str, Any]:

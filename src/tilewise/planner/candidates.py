@@ -24,10 +24,15 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Dropped:
-    """Degrees that were left out, and why."""
+    """Degrees that were left out, and why; many of them share a `rule`.
+
+    With `recompute` only the layer that is computed again in backward was left out.
+    """
 
     degrees: Degrees
     reason: str
+    rule: str
+    recompute: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,11 +99,15 @@ class Candidates:
 
     def dropped(self) -> Iterator[Dropped]:
         """Yield all degrees whose product divides the devices and that are not candidates."""
-        for row in all_degrees(self.devices):
-            degrees = Degrees(*map(int, row))
-            reason = why_not(self.layer, degrees, self.devices)
-            if reason is not None:
-                yield Dropped(degrees, reason)
+        kept = {tuple(row) for row in self.table.tolist()}
+        for row in all_degrees(self.devices).tolist():
+            degrees = Degrees(*row)
+            found = _why_not(self.layer, degrees, self.devices)
+            if found is not None:
+                yield Dropped(degrees, *found)
+            elif tuple(row) not in kept:
+                pinned = f"the layer is pinned to '{self.degrees(0)}'"
+                yield Dropped(degrees, pinned, pinned)
 
 
 def candidates(layer: Layer, devices: int, *, pin: Degrees | None = None) -> Candidates:
@@ -117,18 +126,37 @@ def candidates(layer: Layer, devices: int, *, pin: Degrees | None = None) -> Can
 
 def why_not(layer: Layer, degrees: Degrees, devices: int) -> str | None:
     """Return why a layer is not split in a way, or None where it may be."""
+    found = _why_not(layer, degrees, devices)
+    return None if found is None else found[0]
+
+
+def _why_not(layer: Layer, degrees: Degrees, devices: int) -> tuple[str, str] | None:
+    """Return why a layer is not split in a way, and the rule that says so of others, too."""
     if devices % degrees.product:
-        return f"the product (={degrees.product}) does not divide {devices} devices"
+        return (
+            f"the product (={degrees.product}) does not divide {devices} devices",
+            f"the product must divide {devices} devices",
+        )
     for letter, size in degrees.items():
+        word, extent = WORDS[letter], _extent(layer, letter)
         if size > 1 and letter not in layer.extents:
-            return f"the layer has no {WORDS[letter]} to cut by {letter}{size}"
-        if size > _extent(layer, letter):
-            return f"{letter}{size} cuts {layer.extents[letter]} {WORDS[letter]} into empty parts"
-    if "cf" in layer.extents:
-        if degrees.c * degrees.f > layer.extents["cf"]:
-            return f"c{degrees.c} f{degrees.f} cut {layer.extents['cf']} channels into empty parts"
-        if degrees.f > 1:
-            return f"the same as c{degrees.c * degrees.f}: only the product of c and f counts"
+            none = f"the layer has no {word} to cut by {letter}"
+            return f"{none}{size}", none
+        if size > extent:
+            reason = f"{letter}{size} cuts {layer.extents[letter]} {word} into empty parts"
+            return reason, f"{letter} is at most {extent}, the layer's {word}"
+    return _joint_why_not(layer.extents["cf"], degrees) if "cf" in layer.extents else None
+
+
+def _joint_why_not(channels: int, degrees: Degrees) -> tuple[str, str] | None:
+    """Return why a layer whose channels are cut into c·f parts is not split in a way."""
+    c, f = degrees.c, degrees.f
+    if c * f > channels:
+        reason = f"c{c} f{f} cut {channels} channels into empty parts"
+        return reason, f"c times f is at most {channels}, the layer's channels"
+    if f > 1:
+        counts = "only the product of c and f counts"
+        return f"the same as c{c * f}: {counts}", f"the same with c alone: {counts}"
     return None
 
 

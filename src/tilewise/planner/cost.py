@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from math import prod
+from math import prod, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -335,6 +335,18 @@ def call_options(node: Node) -> str:
 
 def _channels(value: Value, node: Node) -> int:
     return value.shape[-1] if node.kind == "linear" else value.shape[1]
+
+
+def mean_channels(node: Node, operands: Sequence[Sequence[int]], out: Sequence[int]) -> float:
+    """Return the geometric mean of the channels that a call with arithmetic reads and makes.
+
+    Shapes are local ones. The channels of a matrix product are the dim that is summed over and the
+    columns of the result; a product with a vector makes one column.
+    """
+    if node.kind.startswith("conv"):
+        return sqrt(max(operands[0][1] * out[1], 1))
+    x, other = operands[1:3] if node.kind == "addmm" else operands[:2]
+    return sqrt(max(x[-1] * (out[-1] if len(other) > 1 else 1), 1))
 
 
 def memory_s(machine: Machine, moved_bytes: Floats) -> Floats:

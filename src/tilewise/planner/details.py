@@ -15,9 +15,9 @@ from tilewise.graph.graph import Node, Value
 from tilewise.graph.lower import Planned
 from tilewise.layout import Cover, Layout
 from tilewise.ops.operation import Need
+from tilewise.planner.chosen import chosen_moves
 from tilewise.planner.cost import bare
 from tilewise.planner.formulate import Formulation
-from tilewise.planner.rows import chosen_moves
 from tilewise.planner.search import Found
 from tilewise.planner.solve import Prices
 from tilewise.planner.solve import prices as solved_prices

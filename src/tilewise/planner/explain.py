@@ -1,14 +1,16 @@
-"""Why a layer is split as it is: the price of every other way."""
+"""Why a layer is split as it is: the price of every other way, and why ways were left out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import numpy as np
 
 from tilewise.errors import PlanError
 from tilewise.layout import Degrees
+from tilewise.planner.candidates import Dropped
 from tilewise.planner.cost import NodeCost
 from tilewise.planner.formulate import Formulation
 from tilewise.planner.solve import price
@@ -98,6 +100,41 @@ def alternatives(
             )
         )
     return out
+
+
+EQUAL = 1e-9
+"""By what share of its time a step must be slower to be called so."""
+
+
+def left_out(
+    found: Formulation, layer: str, ways: Sequence[Alternative], step_seconds: float
+) -> dict[str, list[Dropped]]:
+    """Return the ways to split a layer that no best plan has, by the rule that says so.
+
+    First those that were never candidates, then what is known of `ways`, which were priced: no plan
+    with them fits, or every plan with them is slower than `step_seconds`.
+    """
+    some = found.choices.candidates[variable_of(found, layer)]
+    dropped = [*some.dropped(), *(_beaten(way, step_seconds) for way in ways)]
+    groups: dict[str, list[Dropped]] = {}
+    for one in dropped:
+        if one is not None:
+            groups.setdefault(one.rule, []).append(one)
+    return groups
+
+
+def _beaten(way: Alternative, step_seconds: float) -> Dropped | None:
+    """Return why a way that was priced is not in the plan; none where it may be as good."""
+    if not isfinite(way.step_seconds):
+        rule = reason = "no plan with it fits in memory"
+    elif way.step_seconds > step_seconds * (1 + EQUAL):
+        rule = "proven slower, however other layers are split"
+        least = "" if way.exact else "at least "
+        more = way.step_seconds / step_seconds - 1
+        reason = f"a step with it takes {least}{1e3 * way.step_seconds:.4g} ms, {more:+.2%}"
+    else:
+        return None
+    return Dropped(way.degrees, reason, rule, way.recompute)
 
 
 def _total(costs: Sequence[NodeCost], *names: str) -> float:

@@ -6,7 +6,7 @@ each layout that its operand may have.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -26,6 +26,7 @@ from tilewise.planner.cost import (
     NodeCost,
     Setting,
     add_parameters,
+    mean_channels,
     memory_s,
 )
 from tilewise.planner.layouts import Layouts
@@ -183,15 +184,36 @@ class _Asked:
         still = node.kind in VIEWS
         forward, backward = PASSES.get(node.kind, (1, 1))
         self.compute_forward = 0.0 if still else float(memory_s(machine, np.array(local * forward)))
-        if node.flops:
-            share = sum(_largest(g) for g in operation.gives) / max(prod(node.out.shape), 1)
-            flops = np.array(node.flops * share)
-            seconds = machine.arithmetic_s(node.kind, setting.dtype, flops, np.array(64.0))
-            self.compute_forward = max(self.compute_forward, float(seconds))
         has = node.out in grads
         self.compute_backward = has * self.compute_forward * backward / forward
+        if node.flops:
+            moved = local + sum(size * setting.size(value) for size, _, value in self.blocks)
+            forth_s, back_s = _product_s(node, lowered, setting, moved, grads)
+            self.compute_forward, self.compute_backward = forth_s, has * back_s
         self.burst = 0.0 if still else 2.0 * local
         self.beside = keeps(node).beside_bytes * float(_largest(Cover.of(operation.outs[0])))
+
+
+def _product_s(
+    node: Node, lowered: Lowered, setting: Setting, moved_bytes: float, grads: set[Value]
+) -> tuple[float, float]:
+    """Return the seconds of the fullest rank's part of a product, forward and backward.
+
+    The factors' gradients are a product each; `c` cuts what is summed over.
+    """
+    machine, operation = setting.machine, lowered.operation
+    first = 1 if node.kind == "addmm" else 0
+    factors = lowered.operands[first : first + 2]
+    shapes = [_extents(need.cover) for need in operation.needs]
+    out, dim = _extents(operation.gives[0]), 1 if node.kind.startswith("conv") else -1
+    share = prod(out) / prod(node.out.shape) * shapes[first][dim] / factors[0].shape[dim]
+    channels = np.array(mean_channels(node, shapes, out))
+    flops = np.array(node.flops * share)
+    arithmetic = float(machine.arithmetic_s(node.kind, setting.dtype, flops, channels))
+    moved = float(memory_s(machine, np.array(moved_bytes)))
+    back = arithmetic / machine.rates(setting.dtype).backward_share
+    gradients = sum(value in grads or value.origin == "parameter" for value in factors)
+    return max(arithmetic + machine.call_s, moved), gradients * max(back + machine.call_s, moved)
 
 
 def lower_where(
@@ -217,5 +239,9 @@ def _degrees_like(layout: Layout, text: str) -> Degrees:
 
 
 def _largest(cover: Cover) -> int:
-    sizes: Sequence[int] = [max(one.size for one in blocks) for blocks in cover.blocks]
-    return prod(sizes)
+    return prod(_extents(cover))
+
+
+def _extents(cover: Cover) -> tuple[int, ...]:
+    """Return the shape of the fullest rank's part."""
+    return tuple(max(one.size for one in blocks) for blocks in cover.blocks)

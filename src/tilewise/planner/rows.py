@@ -1,22 +1,30 @@
-"""What each layer of a chosen plan costs."""
+"""What each layer of a chosen plan costs, in seconds and in bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from tilewise.planner.cost import bare
+from tilewise.planner.chosen import chosen_moves
+from tilewise.planner.cost import NodeCost, bare
 from tilewise.planner.formulate import Formulation
 from tilewise.planner.payload import Payload
 from tilewise.planner.solve import Moves
+from tilewise.planner.timeline import KINDS, by_kind
+
+PASSING = KINDS[-1]
 
 
 @dataclass(frozen=True)
 class Row:
     """One layer: seconds of a step by kind, and the bytes that all ranks together send for it.
+
+    `bytes_by_kind` is what the fullest rank has of it: parameters, their gradients, the optimizer's
+    states, activations that are kept for backward, and the most that is there only while it runs,
+    which passes before the next layer's does.
 
     `compute_s` includes the optimizer, `halo_s` is what does not hide behind compute. `sync_s`
     hides behind the backward pass of all layers. With `recompute` the layer runs forward twice.
@@ -31,6 +39,7 @@ class Row:
     sync_s: float
     bytes: int
     recompute: bool = False
+    bytes_by_kind: dict[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -41,6 +50,7 @@ def rows(found: Formulation, choice: Sequence[int], payload: Payload) -> tuple[R
     moves = chosen_moves(found, choice)
     overlap = found.setting.machine.overlap_halo
     sent = _sent(found, payload)
+    passing = dict(zip(found.called, _passing(found, choice), strict=True))
     out = []
     for node in found.choices.program.nodes:
         owner = found.choices.owner.get(node.name)
@@ -64,9 +74,30 @@ def rows(found: Formulation, choice: Sequence[int], payload: Payload) -> tuple[R
                 float(cost.sync[0]),
                 sent.get(node.name, 0),
                 bool(cost.again[0]),
+                _held(found, cost, moves.get(node.name, ())) | {PASSING: passing[node.name]},
             )
         )
     return tuple(out)
+
+
+def together(some: Iterable[Row]) -> dict[str, int]:
+    """Return what layers have by kind: the sum, but the most of what passes, one after another."""
+    held = [row.bytes_by_kind for row in some]
+    return {kind: (max if kind == PASSING else sum)([one[kind] for one in held]) for kind in KINDS}
+
+
+def _held(found: Formulation, cost: NodeCost, moves: Sequence[Moves]) -> dict[str, int]:
+    """Return what stays of a layer until backward or longer, moved copies of operands included."""
+    block = round(float(cost.block_bytes[0]))
+    copies = sum(int(move.held[0, 0]) for move in moves)
+    kept = round(float(cost.held_bytes[0])) + copies
+    return dict(zip(KINDS, (block, block, block * (found.setting.blocks - 2), kept)))
+
+
+def _passing(found: Formulation, choice: Sequence[int]) -> list[int]:
+    """Return the most that is there of each call for a moment."""
+    most = by_kind(found, choice)[:, KINDS.index(PASSING)].max(0)
+    return [round(one) for one in most.tolist()]
 
 
 def _sent(found: Formulation, payload: Payload) -> dict[str, int]:
@@ -80,19 +111,3 @@ def _sent(found: Formulation, payload: Payload) -> dict[str, int]:
 
 def _seconds(move: Moves) -> float:
     return float(move.forward[0, 0] + move.backward[0, 0])
-
-
-def chosen_moves(found: Formulation, choice: Sequence[int]) -> dict[str, list[Moves]]:
-    """Return the moves that bring tensors to each layer that is the first to want them so."""
-    out: dict[str, list[Moves]] = {}
-    for value, readers in found.readers.items():
-        moves = found.moves[value]
-        source = moves.leaves[[choice[found.choices.places[value].owner]]]
-        seen: set[int] = set()
-        for reader, wants in zip(readers, moves.wants, strict=True):
-            label = int(wants[choice[reader.variable]])
-            if label in seen:
-                continue
-            seen.add(label)
-            out.setdefault(reader.node.name, []).append(moves(source, np.array([label])))
-    return out

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import isfinite
 from pathlib import Path
@@ -25,17 +25,18 @@ from tilewise.layout import Degrees
 from tilewise.ops.draws import Draws
 from tilewise.plan import Plan
 from tilewise.planner.baselines import NAMES, baselines
+from tilewise.planner.candidates import Dropped
 from tilewise.planner.cost import Setting, WholeStep
-from tilewise.planner.explain import Alternative, alternatives
+from tilewise.planner.explain import Alternative, alternatives, left_out
 from tilewise.planner.formulate import Formulation, formulate
 from tilewise.planner.frontier import frontier
 from tilewise.planner.machine import Machine, load_machine
 from tilewise.planner.payload import Payload
 from tilewise.planner.places import decided
-from tilewise.planner.rows import Row, rows
+from tilewise.planner.rows import Row, rows, together
 from tilewise.planner.sensitivity import Tried, sensitivity
 from tilewise.planner.solve import Cost, evaluate, solve
-from tilewise.planner.timeline import peak_bytes
+from tilewise.planner.timeline import Fullest, fullest, peak_bytes
 from tilewise.planner.within import Limited, Within
 
 UNITS = {"": 1, "B": 1} | {
@@ -114,6 +115,11 @@ class Found:
         """What the fullest rank holds at its fullest moment."""
         return peak_bytes(self.formulation, self.solution.choice)
 
+    @cached_property
+    def fullest(self) -> Fullest:
+        """The moment at which the fullest rank holds most, and what that is of."""
+        return fullest(self.formulation, self.solution.choice)
+
     @property
     def optimal(self) -> bool:
         return self.solution.optimal
@@ -136,7 +142,7 @@ class Found:
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """Every layer with its degrees, seconds by kind, and bytes that all ranks send for it."""
+        """Every layer with its degrees, its seconds by kind, and its bytes: sent, and by kind."""
         return rows(self.formulation, self.solution.choice, self.payload(self.plan))
 
     def planned(self, plan: Plan) -> Planned:
@@ -188,6 +194,13 @@ class Found:
         limit = self.time_limit if time_limit is None else time_limit
         return alternatives(self.formulation, self.limited, layer, time_limit=limit)
 
+    def left_out(self, layer: str, ways: Sequence[Alternative] = ()) -> dict[str, list[Dropped]]:
+        """Return the ways to split a layer that were left out, by reason.
+
+        Of `ways`, which `explain` returned, also those with which no plan is as fast or fits.
+        """
+        return left_out(self.formulation, layer, ways, self.step_seconds)
+
     def frontier(self, points: int = 8) -> list[Priced]:
         """Return plans from the least memory to the fastest, each faster than the one before."""
         if points < 2:
@@ -216,6 +229,8 @@ class Found:
         return {
             "step_seconds": self.step_seconds,
             "peak_bytes": self.peak_bytes,
+            "bytes_by_kind": together(self.rows),
+            "fullest": asdict(self.fullest),
             "optimal": self.optimal,
             "gap": self.gap if isfinite(self.gap) else None,
             "price_seconds": self.price_seconds,

@@ -25,10 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilewise.graph.sync import ALONE_BYTES, BUCKET_BYTES
+from tilewise.planner.chosen import chosen_moves
 from tilewise.planner.formulate import Formulation
-from tilewise.planner.rows import chosen_moves
 
 PHASES = ("forward", "backward", "optimizer")
+KINDS = ("parameters", "gradients", "states", "kept", "passing")
+"""What bytes are of: gradients are those of parameters, activations are kept for backward."""
 
 
 @dataclass(frozen=True)
@@ -78,17 +80,62 @@ def peak_bytes(found: Formulation, choice: Sequence[int]) -> int:
     return moments(found, choice).peak_bytes
 
 
+@dataclass(frozen=True)
+class Fullest:
+    """The moment at which the fullest rank holds most: a phase of a layer, and bytes by kind."""
+
+    phase: str
+    layer: str
+    bytes_by_kind: dict[str, int]
+
+
+def fullest(found: Formulation, choice: Sequence[int]) -> Fullest:
+    """Return what the peak is made of; its kinds add up to `peak_bytes`."""
+    held, moment = by_kind(found, choice), moments(found, choice).fullest
+    *kinds, _ = held[PHASES.index(moment.phase), :, moment.call].round().astype(np.int64).tolist()
+    kinds.append(peak_bytes(found, choice) - sum(kinds))
+    return Fullest(moment.phase, found.called[moment.call], dict(zip(KINDS, kinds, strict=True)))
+
+
 def moments(found: Formulation, choice: Sequence[int]) -> Moments:
     """Return what the fullest rank holds from call to call."""
+    return Moments(tuple(found.called), *by_kind(found, choice).sum(1))
+
+
+def by_kind(found: Formulation, choice: Sequence[int]) -> NDArray[np.float64]:
+    """Return what the fullest rank holds in each phase, of each kind, at each call."""
+    names, again = found.called, _again(found, choice)
+    saved, later, left, moved, burst, workspace, block, copy, shared = _columns(found, choice)
+    inner = saved + later
+    held = np.zeros((len(PHASES), len(KINDS), len(names)))
+    parameters, gradients, states, kept, passing = held.swapaxes(0, 1)
+    parameters[:] = block.sum()
+    gradients[1] = np.cumsum(block[::-1])[::-1]
+    gradients[2] = block.sum()
+    states[:] = block.sum() * (found.setting.blocks - 2)
+    kept[0] = np.cumsum(np.where(again, left, inner) + moved)
+    kept[1] = kept[0] - np.where(again, left, later)
+    forward, backward = _passing(found, choice, names)
+    passing[0] = np.where(again, inner, 0.0) + workspace + forward
+    passing[1] = np.maximum(burst + backward, _buckets(shared))
+    passing[2] = copy
+    for span in found.spans:
+        passing[1, span.first + 1 : span.last] += span.bytes[choice[span.owner]]
+    for stretch in _together(found, again):
+        # results that later calls keep are gone when backward comes to the stretch
+        kept[1, stretch] = kept[0, stretch.stop - 1] - left[stretch].sum()
+        passing[1, stretch] += np.cumsum(inner[stretch]) - later[stretch]
+    return held
+
+
+def _columns(found: Formulation, choice: Sequence[int]) -> NDArray[np.float64]:
+    """Return the bytes of every call: one row for each thing that they are of."""
     copies = {
         name: sum(int(cost.held[0, 0]) for cost in costs)
         for name, costs in chosen_moves(found, choice).items()
     }
-    names = found.called
-    columns = np.zeros((9, len(names)))
-    again = np.zeros(len(names), bool)
-    owners = np.array([found.choices.owner[name] for name in names])
-    for index, name in enumerate(names):
+    columns = np.zeros((9, len(found.called)))
+    for index, name in enumerate(found.called):
         cost, k = found.costs[name], choice[found.choices.owner[name]]
         columns[:, index] = (
             cost.saved_bytes[k],
@@ -101,29 +148,13 @@ def moments(found: Formulation, choice: Sequence[int]) -> Moments:
             cost.copy_bytes[k],
             cost.block_bytes[k] * (cost.sync[k] > 0),
         )
-        again[index] = cost.again[k] > 0
-    saved, later, left, moved, burst, workspace, block, copy, shared = columns
-    bucket = _buckets(shared)
-    inner = saved + later
-    kept = np.cumsum(np.where(again, left, inner) + moved)
-    gradients = np.cumsum(block[::-1])[::-1]
-    backward = kept - np.where(again, left, later) + gradients
-    there = np.zeros(len(names))
-    for span in found.spans:
-        there[span.first + 1 : span.last] += span.bytes[choice[span.owner]]
-    passing_forward, passing_backward = _passing(found, choice, names)
-    for stretch in _together(owners, again):
-        # results that later calls keep are gone when backward comes to the stretch
-        before = kept[stretch.stop - 1] - left[stretch].sum()
-        here = np.cumsum(inner[stretch]) - later[stretch]
-        backward[stretch] = before + here + gradients[stretch]
-    always = block.sum() * (found.setting.blocks - 1)
-    return Moments(
-        tuple(names),
-        always + kept + np.where(again, inner, 0.0) + workspace + passing_forward,
-        always + backward + there + np.maximum(burst + passing_backward, bucket),
-        always + block.sum() + copy,
-    )
+    return columns
+
+
+def _again(found: Formulation, choice: Sequence[int]) -> NDArray[np.bool_]:
+    """Return which calls are computed again in backward."""
+    owner = found.choices.owner
+    return np.array([found.costs[name].again[choice[owner[name]]] > 0 for name in found.called])
 
 
 def _passing(
@@ -146,15 +177,16 @@ def _passing(
     return forward, backward
 
 
-def _together(owners: NDArray[np.int64], again: NDArray[np.bool_]) -> list[slice]:
+def _together(found: Formulation, again: NDArray[np.bool_]) -> list[slice]:
     """Return the runs of calls that are computed again together: neighbours of one owner."""
-    found: list[slice] = []
+    owners = [found.choices.owner[name] for name in found.called]
+    runs: list[slice] = []
     for index in np.flatnonzero(again).tolist():
-        if found and found[-1].stop == index and owners[index] == owners[index - 1]:
-            found[-1] = slice(found[-1].start, index + 1)
+        if runs and runs[-1].stop == index and owners[index] == owners[index - 1]:
+            runs[-1] = slice(runs[-1].start, index + 1)
         else:
-            found.append(slice(index, index + 1))
-    return found
+            runs.append(slice(index, index + 1))
+    return runs
 
 
 def _buckets(shared: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -11,14 +11,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod, sqrt
+from math import prod
 
 import numpy as np
 
 from tilewise.graph.graph import Node
 from tilewise.graph.lower import Planned
 from tilewise.graph.rule import Lowered
-from tilewise.planner.cost import PASSES, STATES, VIEWS, Floats, Setting, call_options, memory_s
+from tilewise.planner.cost import (
+    PASSES,
+    STATES,
+    VIEWS,
+    Floats,
+    Setting,
+    call_options,
+    mean_channels,
+    memory_s,
+)
 from tilewise.planner.follow import simple
 from tilewise.planner.price import link_s, sum_s
 from tilewise.simulate.record import Kernel, Message, Segment, Sum
@@ -27,7 +36,7 @@ HIDDEN = ("halo", "gather")
 """Messages that travel behind their layer's compute, as far as the machine can."""
 
 CHANNELS = 64.0
-"""What a product without channels is taken for."""
+"""What a call is taken for whose rule runs a product, but whose shapes do not tell which."""
 
 
 @dataclass(frozen=True)
@@ -113,12 +122,10 @@ class Call:
 
     @cached_property
     def _channels(self) -> float:
-        node = self.node
-        if not (node.kind.startswith("conv") or node.kind == "linear"):
+        if not self.node.flops:
             return CHANNELS
-        dim = -1 if node.kind == "linear" else 1
-        inside = self.operation.needs[0].cover.local_shape(self.rank)[dim]
-        return sqrt(max(inside * self.operation.gives[0].local_shape(self.rank)[dim], 1))
+        shapes = [need.cover.local_shape(self.rank) for need in self.operation.needs]
+        return mean_channels(self.node, shapes, self.operation.gives[0].local_shape(self.rank))
 
     @cached_property
     def _measured(self) -> tuple[float, float] | None:

@@ -1,0 +1,26 @@
+"""The moves of a chosen plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tilewise.planner.formulate import Formulation
+from tilewise.planner.solve import Moves
+
+
+def chosen_moves(found: Formulation, choice: Sequence[int]) -> dict[str, list[Moves]]:
+    """Return the moves that bring tensors to each layer that is the first to want them so."""
+    out: dict[str, list[Moves]] = {}
+    for value, readers in found.readers.items():
+        moves = found.moves[value]
+        source = moves.leaves[[choice[found.choices.places[value].owner]]]
+        seen: set[int] = set()
+        for reader, wants in zip(readers, moves.wants, strict=True):
+            label = int(wants[choice[reader.variable]])
+            if label in seen:
+                continue
+            seen.add(label)
+            out.setdefault(reader.node.name, []).append(moves(source, np.array([label])))
+    return out
