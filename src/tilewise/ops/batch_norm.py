@@ -257,9 +257,10 @@ class _Joint(torch.autograd.Function):
             if dy.stride() != x.stride():
                 # torch 2.13 mixes up memory formats where extents of 1 make them ambiguous
                 dy = torch.empty_like(x).copy_(dy)
-            _, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
+            # fake tensors have a gradient of x here though none is asked for: let it go at once
+            dweight, dbias = torch.ops.aten.native_batch_norm_backward(
                 dy, x, scale, mean, var, None, None, False, local.eps, [False, True, True]
-            )
+            )[1:]
             if is_last(x):  # the native sum adds one value after the other
                 dbias = wide_sum(dy, local.summary.dims)
         else:  # the native operator divides by zero

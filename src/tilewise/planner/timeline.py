@@ -91,10 +91,12 @@ class Fullest:
 
 def fullest(found: Formulation, choice: Sequence[int]) -> Fullest:
     """Return what the peak is made of; its kinds add up to `peak_bytes`."""
-    held, moment = by_kind(found, choice), moments(found, choice).fullest
-    *kinds, _ = held[PHASES.index(moment.phase), :, moment.call].round().astype(np.int64).tolist()
-    kinds.append(peak_bytes(found, choice) - sum(kinds))
-    return Fullest(moment.phase, found.called[moment.call], dict(zip(KINDS, kinds, strict=True)))
+    held = by_kind(found, choice)
+    every = Moments(tuple(found.called), *held.sum(1))
+    phase, call = every.fullest.phase, every.fullest.call
+    *kinds, _ = held[PHASES.index(phase), :, call].round().astype(np.int64).tolist()
+    kinds.append(every.peak_bytes - sum(kinds))
+    return Fullest(phase, every.names[call], dict(zip(KINDS, kinds, strict=True)))
 
 
 def moments(found: Formulation, choice: Sequence[int]) -> Moments:
