@@ -20,6 +20,7 @@ def test_json_has_what_is_needed_and_what_is_measured(
     (tmp_path / "ways.json").write_text('{"a": [], "b": []}')
     (tmp_path / "machine-2-gloo.json").write_text(load_machine("lassen").to_json())
     monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
+    monkeypatch.setenv("TILEWISE_TUNE", "on")
     assert finish("tilewise doctor --json", monkeypatch) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] is True

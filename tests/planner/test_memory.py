@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import cache
-from itertools import accumulate
 from typing import Any
 from unittest import mock
 
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 
 from plans import inputs_of
 from tilewise import Graph, Mesh, ParallelModel, Plan, capture, models
+from tilewise.bench.memory import LiveBytes
 from tilewise.planner.cost import Setting
 from tilewise.planner.formulate import formulate
 from tilewise.planner.machine import load_machine
@@ -23,7 +23,8 @@ from tilewise.planner.solve import evaluate
 from tilewise.planner.timeline import peak_bytes
 from tilewise.testing import ranks
 
-CPU = load_machine("lassen").model_copy(update={"workspace_channel_block": 16})
+MACHINE = load_machine("lassen")
+WITHIN = 0.08
 # at least two samples a rank: with one, torch on one thread may convolve by another way
 NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "resnet": (lambda: models.resnet50(width=0.25), (4, 3, 64, 64)),
@@ -70,35 +71,35 @@ def _measure(mesh: Mesh, name: str, graph: Graph, plan: Plan) -> int:
 
 
 def most_bytes(step: Callable[[], None]) -> int:
-    """Return the most bytes that a step adds, those inside of torch's kernels included."""
-    cpu = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
+    """Return the most bytes of tensors that a step adds.
+
+    What oneDNN needs inside of a call depends on the processor: without AVX-512 it is 14 % of all
+    for a small U-Net.
+    """
+    with LiveBytes() as live:
         step()
-    assert profile.profiler is not None
-    events = profile.profiler.kineto_results.events()
-    sizes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    return max(accumulate(size for _, size in sizes))
+    return live.peak
 
 
 @pytest.mark.parametrize("degrees", ["1", "n2", "h2", "c2"])
 @pytest.mark.parametrize("name", NETS)
 def test_a_step_needs_what_was_predicted(name: str, degrees: str) -> None:
-    """Within 10 %; and where nothing moves, no more than all that is held and the largest burst."""
+    """Within 8 %; and where nothing moves, no more than all that is held and the largest burst."""
     graph, plan = graph_of(name), Plan.uniform(graph_of(name), degrees)
     devices = 1 if degrees == "1" else 2
-    found = formulate(graph, Setting(CPU, devices, "float32", 4, "adam"))
+    found = formulate(graph, Setting(MACHINE, devices, "float32", 4, "adam"))
     choice = found.choice(plan)
     predicted = peak_bytes(found, choice)
     assert predicted <= evaluate(found.problem, choice).peak_bytes
     real = max(ranks(devices, measure, name, graph, plan))
-    assert predicted == pytest.approx(real, rel=0.10)
+    assert predicted == pytest.approx(real, rel=WITHIN)
 
 
 @pytest.mark.parametrize("degrees", ["n2", "h2"])
 def test_computing_again_needs_what_was_predicted(degrees: str) -> None:
-    """All stretches of a network that has sums and concatenations, within 10 %."""
+    """All stretches of a network that has sums and concatenations, within 8 %."""
     graph = graph_of("unet")
-    found = formulate(graph, Setting(CPU, 2, "float32", 4, "adam"), recompute=True)
+    found = formulate(graph, Setting(MACHINE, 2, "float32", 4, "adam"), recompute=True)
     plain = Plan.uniform(graph, degrees)
     stretches = tuple(" ".join(stretch) for stretch in found.choices.stretches if stretch)
     plan = Plan(plain.layers, recompute=stretches)
@@ -107,4 +108,4 @@ def test_computing_again_needs_what_was_predicted(degrees: str) -> None:
     assert predicted < peak_bytes(found, found.choice(plain))
     assert predicted <= evaluate(found.problem, choice).peak_bytes
     real = max(ranks(2, measure, "unet", graph, plan))
-    assert predicted == pytest.approx(real, rel=0.10)
+    assert predicted == pytest.approx(real, rel=WITHIN)
