@@ -218,21 +218,17 @@ def _changing(tensors: dict[bool, Tensor], x: Tensor) -> float:
 
 def _turns(conv: LocalConv, x: Tensor, weight: Tensor) -> bool:
     """Whether the gradient of x can be found by oneDNN as a convolution of dy."""
-    there = bool(prod(conv.out) and x.numel() and weight.numel())
-    return there and x.device.type == "cpu" and _onednn() and conv.turns(conv.padding)
+    return _on_cpu(conv, x, weight) and _onednn() and conv.turns(conv.padding)
 
 
 def _taps(conv: LocalConv, x: Tensor, weight: Tensor) -> bool:
     """Whether the gradient of the weight can be found as matrix products that are not too thin."""
-    there = bool(prod(conv.out) and x.numel() and weight.numel())
-    return there and x.device.type == "cpu" and conv.groups == 1 and min(weight.shape[:2]) >= FEW
+    return _on_cpu(conv, x, weight) and conv.groups == 1 and min(weight.shape[:2]) >= FEW
 
 
 def _leaves_onednn(conv: LocalConv, x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN is there, and torch would convolve the slab by other means."""
-    if not (prod(conv.out) and x.numel() and weight.numel()):
-        return False
-    if x.device.type != "cpu" or not _onednn():
+    if not _on_cpu(conv, x, weight) or not _onednn():
         return False
     spec, halo = conv.spec, conv.halo
     slabs = [(x if halo is None else halo.shaped(x), conv.padding)]
@@ -246,6 +242,11 @@ def _leaves_onednn(conv: LocalConv, x: Tensor, weight: Tensor) -> bool:
         for slab, padding in slabs
     ]  # fmt: skip
     return any("Mkldnn" not in str(backend) for backend in backends)
+
+
+def _on_cpu(conv: LocalConv, x: Tensor, weight: Tensor) -> bool:
+    """Whether there is anything to convolve here, on a CPU."""
+    return x.device.type == "cpu" and bool(prod(conv.out) and x.numel() and weight.numel())
 
 
 def _onednn() -> bool:
