@@ -40,9 +40,16 @@ def convolutions(draw: st.DrawFn) -> dict[str, list[int]]:
     st.integers(1, 5),
     st.booleans(),
     st.sampled_from([1, 64, conv_taps.BLOCK]),
+    st.data(),
 )
 def test_any_convolution(
-    case: dict[str, list[int]], samples: int, channels: int, filters: int, last: bool, block: int
+    case: dict[str, list[int]],
+    samples: int,
+    channels: int,
+    filters: int,
+    last: bool,
+    block: int,
+    data: st.DataObject,
 ) -> None:
     extents, kernel = case.pop("extents"), case.pop("kernel")
     reaches = [d * (k - 1) for d, k in zip(case["dilation"], kernel)]
@@ -56,9 +63,22 @@ def test_any_convolution(
     (expected,) = torch.autograd.grad(y, weight, dy)
     with mock.patch.object(conv_taps, "BLOCK", block):
         found = conv_taps.weight_gradient(
-            formatted(dy, last=last), formatted(x, last=last), kernel, **case
+            formatted(dy, last=last), cut(formatted(x, last=last), data), kernel, **case, last=last
         )
     assert_close(found, expected, "weight gradient", tolerance=1e-12)
+
+
+def cut(x: Tensor, data: st.DataObject) -> list[conv_taps.Part]:
+    """Cut a tensor along two of its dims of space, as a slab and its halo are."""
+    parts: list[conv_taps.Part] = [(x, [0] * (x.dim() - 2))]
+    for _ in range(2):
+        part, begin = parts.pop(data.draw(st.integers(0, len(parts) - 1)))
+        dim = data.draw(st.integers(2, x.dim() - 1))
+        at = data.draw(st.integers(0, part.shape[dim]))
+        moved = [b + at * (i == dim - 2) for i, b in enumerate(begin)]
+        sizes = [at, part.shape[dim] - at]
+        parts += zip(part.split(sizes, dim), (begin, moved))
+    return parts
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -72,8 +92,8 @@ def test_rounding_is_no_worse_than_torchs(last: bool) -> None:
         return torch.autograd.grad(y, weight, dy.to(dtype))[0].double()
 
     found = conv_taps.weight_gradient(
-        formatted(dy, last=last), formatted(x, last=last), (3, 3),
-        stride=(1, 1), padding=(1, 1), dilation=(1, 1),
+        formatted(dy, last=last), [(formatted(x, last=last), (0, 0))], (3, 3),
+        stride=(1, 1), padding=(1, 1), dilation=(1, 1), last=last,
     )  # fmt: skip
     exact = torchs(torch.float64)
     mine, other = ((one - exact).abs().max() for one in (found.double(), torchs(torch.float32)))

@@ -134,7 +134,9 @@ class LocalConv:
         """Return the gradients of the weight and, if wanted, of the bias."""
         mask = [False, True, bias]
         halo = self.halo
-        if halo is None or frame is None:
+        if way.by == "taps" and self.groups == 1 and 0 not in (*self.out, *weight.shape):
+            dw, db = self._tapped(way, dy, x, frame, bias=bias)
+        elif halo is None or frame is None:
             _, dw, db = self._backward(way, dy, x, weight, mask, self.padding)
         elif way.patch and halo.thin is not None:
             _, dw, db = self._backward(way, dy, x, weight, mask, halo.inner_padding)
@@ -176,8 +178,6 @@ class LocalConv:
             return torch.zeros_like(x), torch.zeros_like(weight), dy.sum(dims)
         if way.last and way.by == "onednn" and self.turns(padding) and mask[0]:
             return self._turned(dy, weight, padding), None, None
-        if way.by == "taps" and mask[1] and self.groups == 1:
-            return None, *self._tapped(way, dy, x, padding, bias=mask[2])
         dy, x = formatted(dy, last=way.last), formatted(x, last=way.last)
         if mask[0]:
             weight = formatted(weight, last=way.last)
@@ -192,13 +192,17 @@ class LocalConv:
         return [t.to_dense() if t is not None and t.is_mkldnn else t for t in found]
 
     def _tapped(
-        self, way: Way, dy: Tensor, x: Tensor, padding: tuple[int, ...], *, bias: bool
+        self, way: Way, dy: Tensor, x: Tensor, frame: Frame | None, *, bias: bool
     ) -> tuple[Tensor, Tensor | None]:
         spec = self.spec
         dy, x = formatted(dy, last=way.last), formatted(x, last=way.last)
+        parts = [(x, [0] * spec.ndim)]
+        if self.halo is not None and frame is not None:
+            parts = self.halo.parts(x, frame, last=way.last)
         dw = weight_gradient(
-            dy, x, spec.kernel, stride=spec.stride, padding=padding, dilation=spec.dilation
-        )
+            dy, parts, spec.kernel, stride=spec.stride, padding=self.padding,
+            dilation=spec.dilation, last=way.last,
+        )  # fmt: skip
         return dw, dy.sum([0, *range(2, dy.dim())]) if bias else None
 
     def turns(self, padding: tuple[int, ...]) -> bool:

@@ -8,8 +8,9 @@ laid end to end, as wide as the padded slab, that shift is a number of positions
 
 so nothing is unfolded, and what lies past the end of a row is multiplied by zero: where x has
 overflowed to infinity, gradients that torch finds infinite or finite may be NaN here. Rows go by in
-blocks that stay in the cache. With a stride, x is taken apart into its residues first. Compared
-with the kernels of oneDNN for this gradient, sums are shorter and so their rounding is less.
+blocks that stay in the cache, filled from wherever x lies: a slab and its halo need not be joined.
+With a stride, x is taken apart into its residues first. Compared with the kernels of oneDNN for
+this gradient, sums are shorter and so their rounding is less.
 """
 
 from __future__ import annotations
@@ -21,23 +22,28 @@ from typing import Any
 
 from torch import Tensor
 
-from tilewise.comm.formats import is_last
-
 BLOCK = 1 << 19
 """Elements of x or dy in a block; 2 MiB of float32."""
+
+Part = tuple[Tensor, Sequence[int]]
+"""A piece of x with all samples and channels, and where it begins along each dim of space."""
 
 
 def weight_gradient(
     dy: Tensor,
-    x: Tensor,
+    parts: Sequence[Part],
     kernel: Sequence[int],
     *,
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
+    last: bool,
 ) -> Tensor:
-    """Return the gradient of the weight, from dy and x in the same memory format."""
-    space, last = len(kernel), is_last(x)
+    """Return the gradient of the weight, from dy and the disjoint parts of x, zero elsewhere.
+
+    `last` is whether channels lie innermost in memory; other formats do, but take longer.
+    """
+    space, x = len(kernel), parts[0][0]
     outs = dy.shape[2:]
     offsets = [[tap * step for tap in range(size)] for size, step in zip(kernel, dilation)]
     reach = [max(o // s for o in some) for some, s in zip(offsets, stride)]
@@ -58,7 +64,7 @@ def weight_gradient(
             for residue, block in x_rows.items():
                 first = [start * stride[0], *[0] * (space - 1)]
                 begins = [a + r - p for a, r, p in zip(first, residue, padding)]
-                block.fill_strided(x[sample], begins, stride)
+                block.fill_strided([(part[sample], at) for part, at in parts], begins, stride)
             length = (stop - start) * row
             for tap, at in enumerate(product(*offsets)):
                 block = x_rows[tuple(o % s for o, s in zip(at, stride))]
@@ -91,16 +97,24 @@ class _Rows:
         """Put values to the front of each row."""
         self.view[(slice(None), *(slice(0, extent) for extent in values.shape[1:]))] = values
 
-    def fill_strided(self, x: Tensor, begins: Sequence[int], steps: Sequence[int]) -> None:
+    def fill_strided(
+        self, parts: Sequence[Part], begins: Sequence[int], steps: Sequence[int]
+    ) -> None:
         """Put every `step`-th of the values from `begin` on, zeros where there are none."""
-        here: list[Any] = [slice(None)]
-        there: list[Any] = [slice(None)]
-        for begin, step, extent, width in zip(begins, steps, x.shape[1:], self.view.shape[1:]):
-            first = min(max(-(begin // step), 0), width)  # what lies before the tensor's edge
-            end = min(max(-(-(extent - begin) // step), first), width)
-            here.append(slice(first, end))
-            inside = slice(begin + first * step, begin + end * step, step)
-            there.append(inside if first < end else slice(0, 0))
-        if any(s.stop - s.start < w for s, w in zip(here[1:], self.view.shape[1:])):
+        extents = self.view.shape[1:]
+        found = []
+        for part, at in parts:
+            here: list[Any] = [slice(None)]
+            there: list[Any] = [slice(None)]
+            starts = [begin - origin for begin, origin in zip(begins, at)]
+            for start, step, extent, width in zip(starts, steps, part.shape[1:], extents):
+                first = min(max(-(start // step), 0), width)  # what lies before the part's edge
+                end = min(max(-(-(extent - start) // step), first), width)
+                here.append(slice(first, end))
+                inside = slice(start + first * step, start + end * step, step)
+                there.append(inside if first < end else slice(0, 0))
+            found.append((tuple(here), part[tuple(there)]))
+        if sum(values[0].numel() for _, values in found) < prod(extents):
             self.view.zero_()
-        self.view[tuple(here)] = x[tuple(there)]
+        for place, values in found:
+            self.view[place] = values

@@ -111,6 +111,14 @@ class Halo:
             out[box].zero_()
         return out
 
+    def parts(self, x: Tensor, frame: Frame, *, last: bool) -> list[tuple[Tensor, list[int]]]:
+        """Return the pieces of the extended slab, and where each begins along the dims of space."""
+        boxes = (self.core, *frame.boxes)
+        if any(box[dim] != slice(0, self.shape[dim]) for box in boxes for dim in (0, 1)):
+            return [(self.extend(x, frame, last=last), [0] * self.spec.ndim)]
+        pieces = (x, *frame.pieces)
+        return [(piece, [s.start for s in box[2:]]) for piece, box in zip(pieces, boxes)]
+
     def shaped(self, x: Tensor, *, last: bool = False) -> Tensor:
         """Return an extended slab without values."""
         format = CHANNELS_LAST.get(len(self.shape)) if last else None

@@ -27,7 +27,7 @@ from tilewise.ops.kept import folder, load, machine_name, store
 
 WORTH = 2e7  # multiplications below which no choice pays for its measuring
 GAIN = 0.97  # what a way must beat to be worth leaving the plain one
-MEASURED = 5  # a number of what is measured; times that are kept under another are not used
+MEASURED = 6  # a number of what is measured; times that are kept under another are not used
 ROUNDS = 3
 BEHIND = 1.3  # how many times the fastest way's time one may take to be measured again
 ROUNDED = 2e-5  # how far from the exact gradient, of the largest, a way may be, or as torch is
@@ -165,9 +165,9 @@ def _measure(conv: LocalConv, x: Tensor, weight: Tensor) -> list[float]:
 
     A way gets its operands in its own format. Without a halo nothing is patched, where torch calls
     oneDNN by itself, or there is none, calling it is no way of its own, and taps are for gradients
-    of weights, with the slab extended: such ways take as long as those they are the same as. Ways
-    whose gradient of the weight is rounded much worse than torch's take for ever: some kernels add
-    up millions of values one after the other.
+    of weights, neither patched nor extended: such ways take as long as those they are the same as.
+    Ways whose gradient of the weight is rounded much worse than torch's take for ever: some kernels
+    add up millions of values one after the other.
     """
     given = noise(x, conv.out)
     slabs = {last: formatted(x, last=last) for last in (False, True)}
@@ -261,8 +261,8 @@ def _exact(conv: LocalConv, dy: Tensor, x: Tensor, frame: Frame | None) -> Tenso
     spec = conv.spec
     slab = x if conv.halo is None or frame is None else conv.halo.extend(x, frame, last=False)
     return weight_gradient(
-        dy.double(), slab.double(), spec.kernel, stride=spec.stride, padding=conv.padding,
-        dilation=spec.dilation,
+        dy.double(), [(slab.double(), [0] * spec.ndim)], spec.kernel, stride=spec.stride,
+        padding=conv.padding, dilation=spec.dilation, last=False,
     )  # fmt: skip
 
 
