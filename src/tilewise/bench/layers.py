@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tilewise.auto import parallelize
 from tilewise.auto.tell import slowest
-from tilewise.bench.timing import spread
+from tilewise.bench.timing import spread, until_all_are_done
 from tilewise.comm import Mesh
 from tilewise.comm.heap import freed_returned
 from tilewise.graph import ParallelModel
@@ -66,7 +66,11 @@ CASES = (
 
 @dataclass
 class Row:
-    """One layer under one split; times are medians in seconds."""
+    """One layer under one split; times are medians in seconds, of rounds until all ranks are done.
+
+    `local_s` is the share of each rank, all of them computing at once without any message, in the
+    way that is the fastest for it.
+    """
 
     layer: str
     degrees: str
@@ -111,41 +115,33 @@ def measure(mesh: Mesh, case: LayerCase, letter: str, rounds: int) -> Row:
                 serial.append(sum(_pass(model, whole)))
         mesh.agree("bench")
         _pass(split, x_slab)  # its memory is taken anew
-        for times, (layer, share) in zip(local[1:], shares):
+        for found, (layer, share) in zip(local[1:], shares):
             mesh.agree("bench")
-            times.append(sum(_pass(layer, share)))
+            found.append(sum(_pass(layer, share)))
         mesh.agree("bench")
         local[0].append(alone())
         mesh.agree("bench")
         there, back = _pass(split, x_slab)
         forward.append(there)
         backward.append(back)
-    found = slowest(
-        mesh,
-        [
-            median(serial) if serial else 0.0,
-            spread(serial) if serial else 0.0,
-            min(median(times) for times in local),
-            median([a + b for a, b in zip(forward, backward)]),
-            median(forward),
-            median(backward),
-            float(sent),
-        ],
-    )
-    serial_s, serial_spread, local_s, split_s, forward_s, backward_s, most = found
+    both = [there + back for there, back in zip(forward, backward)]
+    serial = serial or [0.0] * rounds
+    times = until_all_are_done(mesh, [serial, both, forward, backward, *local])
+    serial_s, split_s, forward_s, backward_s, *shares_s = map(median, times)
+    local_s = min(shares_s)
     return Row(
         case.name,
         degrees,
         mesh.size,
         serial_s,
-        serial_spread,
+        spread(times[0]),
         local_s,
         split_s,
         forward_s,
         backward_s,
         local_s / split_s,
         serial_s / split_s,
-        int(most),
+        int(slowest(mesh, [float(sent)])[0]),
     )
 
 

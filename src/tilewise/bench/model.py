@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tilewise.auto import parallelize
 from tilewise.auto.tell import slowest
 from tilewise.bench.memory import LiveBytes
-from tilewise.bench.timing import spread
+from tilewise.bench.timing import spread, until_all_are_done
 from tilewise.comm import Mesh
 from tilewise.comm.heap import freed_returned
 from tilewise.comm.silent import SilentMesh
@@ -32,7 +32,8 @@ Step = Callable[[], None]
 
 @dataclass
 class ModelRow:
-    """A model under one plan; times are medians in seconds, bytes those that a step adds.
+    """A model under one plan; times are medians in seconds, of rounds until all ranks are done;
+    bytes are those that a step adds.
 
     One device and DDP run as torch does by itself; `serial_pt_kept_s` is one process that keeps its
     memory between steps, as the split one does. `local_s` is the split step without messages: what
@@ -100,14 +101,13 @@ def measure_model(
         run("local", local, warm=True)
         run("split", split, warm=True)
         yield done
-    middle = [median(found[1:]) if found else 0.0 for found in times.values()]
-    scatter = spread(times["one"][1:]) if first else 0.0
-    found = slowest(mesh, [*middle, scatter, *map(float, peaks)])
-    one, many, kept, ddp, local_s, split_s, scatter, peak_split, peak_serial = found
+    rounds_s = until_all_are_done(mesh, [found[1:] or [0.0] * rounds for found in times.values()])
+    one, many, kept, ddp, local_s, split_s = map(median, rounds_s)
+    peak_split, peak_serial = slowest(mesh, list(map(float, peaks)))
     return ModelRow(
         name, str(plan), mesh.size, one, many, kept, ddp or None, local_s, split_s, one / split_s,
         many / split_s, ddp / split_s if ddp else None, local_s / split_s,
-        int(peak_serial), int(peak_split), scatter,
+        int(peak_serial), int(peak_split), spread(rounds_s[0]),
     )  # fmt: skip
 
 
