@@ -470,7 +470,7 @@ def measure_twice(mesh: Mesh, folder: str) -> tuple[list[list[str]], list[str]]:
     with (
         mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}),
         mock.patch.object(timing, "LONG", 0.0),
-        mock.patch.object(timing, "HOPELESS", 1.2),
+        mock.patch.object(auto_plans, "PASSES", ((1.2, 9.0), (1.2, 9.0))),
         mock.patch.object(auto_plans, "time_calls", pretend),
     ):
         found = exhausted(auto_plans.auto_search(graph(), mesh), lambda _: None)
@@ -483,6 +483,30 @@ def test_what_one_pass_measured_the_next_does_not_forget(folder: str) -> None:
     assert second  # arithmetic takes ten times as long as was thought, so messages matter less
     assert not set(first) & set(second)
     assert set(known) == {*first, *second}
+
+
+def measure_briefly(mesh: Mesh, folder: str) -> tuple[list[int], list[str]]:
+    """Search twice without time to measure; returns how many calls each measured, and the kept."""
+    counts = []
+    with (
+        mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}),
+        mock.patch.object(auto_plans, "PASSES", ((1.5, -1.0), (2.5, -1.0))),
+    ):
+        for _ in range(2):
+            counted = mock.Mock(wraps=timing._time)
+            with mock.patch.object(timing, "_time", counted):
+                found = exhausted(auto_search(graph(), mesh), lambda _: None)
+            counts.append(counted.call_count)
+        kept = load(timing.cache_file(mesh, "gloo"))
+    timed = [] if found is None else list(found.machine.timed)
+    assert not timed or len(timed) == sum(len(times) == 2 for times in kept.values())
+    return counts, list(kept)
+
+
+def test_calls_for_which_there_is_no_time_stay_unknown(folder: str) -> None:
+    for (first, second), kept in ranks(2, measure_briefly, folder):
+        assert first == timing.AT_ONCE < len(kept)  # one lot; all calls are short
+        assert second == 0
 
 
 def test_sums_hide_as_far_as_the_machine_says() -> None:

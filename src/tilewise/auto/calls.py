@@ -30,11 +30,11 @@ from tilewise.ops.tune import settle
 from tilewise.planner.calls import SplitCall
 from tilewise.planner.machine import CallTime
 
-HOPELESS = 2.5  # how many times its best split's time a long call may take to be worth measuring
-LONG = 0.005  # seconds
+LONG = 0.005  # seconds; shorter calls are measured under all of their splits
 BLOCKS = 3
 BLOCK_S = 0.02
-AT_ONCE = 64  # calls between two times that what was measured is kept
+AT_ONCE = 16  # calls between two times that what was measured is kept
+UNKNOWN = ()  # kept of a call for which there was no time
 
 
 def cache_file(mesh: Mesh, backend: str) -> Path:
@@ -52,16 +52,21 @@ def head(mesh: Mesh, device: torch.device) -> str:
     )
 
 
-def worth_measuring(calls: Sequence[SplitCall]) -> list[int]:
-    """Leave out long calls under hopeless splits, by prediction; return the others' places."""
+def worth_measuring(calls: Sequence[SplitCall], hopeless: float) -> list[int]:
+    """Leave out long calls under hopeless splits; return the others' places, the best splits first.
+
+    Hopeless is a split that is predicted to take so many times the time of the call's best one.
+    """
     best: dict[str, float] = {}
     for one in calls:
         best[one.call] = min(best.get(one.call, inf), one.predicted_s)
-    return [
+    behind = [one.predicted_s / max(best[one.call], 1e-9) for one in calls]
+    worth = [
         place
         for place, one in enumerate(calls)
-        if one.predicted_s <= max(LONG, HOPELESS * best[one.call])
+        if one.predicted_s <= LONG or behind[place] <= hopeless
     ]
+    return sorted(worth, key=behind.__getitem__)
 
 
 def said(
@@ -88,8 +93,11 @@ def time_calls(
     labels: Mapping[Value, str],
     device: torch.device,
     backend: str,
+    seconds: float,
 ) -> Generator[tuple[int, int], None, tuple[CallTime, ...]]:
-    """Return the times of all calls, known or measured now; yields how many of how many are done.
+    """Return the times of calls, known or measured now; yields how many of how many are done.
+
+    After so many seconds those that are left stay unknown, the next time too.
 
     Communication: the calls' own, where the ranks are, and one sum to agree on what is known.
     """
@@ -101,22 +109,30 @@ def time_calls(
     missing = [one for one, ranks in zip(calls, everywhere) if ranks < mesh.size]
     found = {one.key: times for one, times in zip(calls, known) if times is not None}
     nothing = _empty_backward(device)
+    began = time.monotonic()
     for begin in range(0, len(missing), AT_ONCE):
         times: list[float] = []
         for number, one in enumerate(missing[begin : begin + AT_ONCE], start=begin):
             there, back = _tried(mesh, one, labels, device)
             times += there, max(back - nothing, 0.1 * back)
             yield number + 1, len(missing)
-        longest = slowest(mesh, times)
-        new = {
+        *longest, taken = slowest(mesh, [*times, time.monotonic() - began])
+        new: dict[str, Sequence[float]] = {
             one.key: longest[2 * i : 2 * i + 2]
             for i, one in enumerate(missing[begin : begin + AT_ONCE])
             if isfinite(longest[2 * i])
         }
+        late = taken > seconds
+        if late:
+            new |= {one.key: UNKNOWN for one in missing[begin + AT_ONCE :]}
         store(path, {f"{measured_on} {key}": times for key, times in new.items()})
         found |= new
+        if late:
+            break
     return tuple(
-        CallTime(call=key, forward_s=there, backward_s=back) for key, (there, back) in found.items()
+        CallTime(call=key, forward_s=times[0], backward_s=times[1])
+        for key, times in found.items()
+        if len(times)
     )
 
 

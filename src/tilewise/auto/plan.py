@@ -50,7 +50,9 @@ STRANGER = "lassen"  # whose rates are taken where none were measured
 TIME_LIMIT = 20.0
 ROUNDS = (2, 6, 6)  # of running plans, learning from it between them
 FINALISTS = 4
-PASSES = 2  # of measuring calls: the first tells which others are worth it
+# Passes of measuring calls: how many times its best split's time a split may be predicted to take,
+# and for how many seconds calls are measured. What the first learns tells what is worth the second.
+PASSES = ((1.5, 120.0), (2.5, 120.0))
 
 
 def parallelize(
@@ -203,12 +205,12 @@ def auto_search(
     itemsize = getattr(torch, dtype).itemsize
     setting = Setting(machine, mesh.size, dtype, itemsize, optimizer)
     known, tried = dict[str, CallTime](), list[int]()
-    for _ in range(PASSES):
+    for hopeless, seconds in PASSES:
         calls = list(formulate(graph, setting, with_calls=True).calls.values())
         # ranks on other hosts may have kept other times, but all measure the same calls
-        places = json.loads(told(mesh, partial(_worth, calls, tried)))
+        places = json.loads(told(mesh, partial(_worth, calls, hopeless, tried)))
         listed, tried = [calls[place] for place in places], [*tried, *places]
-        measuring = time_calls(mesh, listed, labels(graph.training), device, backend)
+        measuring = time_calls(mesh, listed, labels(graph.training), device, backend, seconds)
         times = yield from said(mesh, measuring)
         known |= {one.call: one for one in times}
         machine = machine.model_copy(update={"call_times": tuple(known.values())})
@@ -235,8 +237,9 @@ def auto_search(
     return min(found, key=lambda one: one.step_seconds, default=None)
 
 
-def _worth(calls: list[SplitCall], tried: list[int]) -> str:
-    return json.dumps([place for place in worth_measuring(calls) if place not in tried])
+def _worth(calls: list[SplitCall], hopeless: float, tried: list[int]) -> str:
+    worth = worth_measuring(calls, hopeless)
+    return json.dumps([place for place in worth if place not in tried])
 
 
 def unmeasured(

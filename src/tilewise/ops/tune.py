@@ -32,6 +32,8 @@ ROUNDS = 3
 BEHIND = 1.3  # how many times the fastest way's time one may take to be measured again
 ROUNDED = 2e-5  # how far from the exact gradient, of the largest, a way may be, or as torch is
 FEW = 8  # channels below which matrix products of single taps are hopeless
+JUDGED = 8  # filters whose gradients are compared with the exact ones
+SLOW, SLOW_S = 2.5, 0.02  # a first run that takes so much longer, as a factor and in seconds, tells
 WAYS = [
     Way(patch, last, by) for by in get_args(By) for patch in (False, True) for last in (False, True)
 ]
@@ -180,8 +182,12 @@ def _measure(conv: LocalConv, x: Tensor, weight: Tensor) -> list[float]:
     def data(way: Way) -> Tensor:
         return conv.data(way, grads[way.last], slabs[way.last], weight, frame, lambda outer: None)
 
+    found: dict[Way, Tensor] = {}
+
     def to_weight(way: Way) -> Tensor:
-        return conv.weight(way, grads[way.last], slabs[way.last], weight, frame, bias=False)[0]
+        dw = conv.weight(way, grads[way.last], slabs[way.last], weight, frame, bias=False)[0]
+        found[way] = dw[:JUDGED].clone()
+        return dw
 
     apart = _leaves_onednn(conv, x, weight)
     patches = conv.halo is not None and conv.halo.thin is not None
@@ -196,12 +202,9 @@ def _measure(conv: LocalConv, x: Tensor, weight: Tensor) -> list[float]:
             by = way.by if own[way.by] else "torch"
             return Way(way.patch and patches and by != "taps", way.last, by)
 
-        ways = [way for way in WAYS if same(way) == way]
-        poor: set[Way] = set()
+        taken = _times(phase, [way for way in WAYS if same(way) == way], x)
         if name == "weight":
-            exact = _exact(conv, given, x, frame)
-            poor = _poor({way: phase(way) for way in ways}, exact)
-        taken = dict.fromkeys(poor, inf) | _times(phase, [w for w in ways if w not in poor], x)
+            taken |= dict.fromkeys(_poor(found, _exact(conv, given, x, frame)), inf)
         times += [taken[same(way)] for way in WAYS]
     return [*times, *(_changing(tensors, x) for tensors in (slabs, grads))]
 
@@ -255,14 +258,15 @@ def _onednn() -> bool:
 
 
 def _exact(conv: LocalConv, dy: Tensor, x: Tensor, frame: Frame | None) -> Tensor | None:
-    """Return the gradient of the weight, summed in float64; None where there is nothing to sum."""
+    """Return some filters' gradients, summed in float64; None where there is nothing to sum."""
     if conv.groups > 1 or not (prod(conv.out) and x.numel()):
         return None
     spec = conv.spec
     slab = x if conv.halo is None or frame is None else conv.halo.extend(x, frame, last=False)
+    whole = [(slab.double(), [0] * spec.ndim)]
     return weight_gradient(
-        dy.double(), [(slab.double(), [0] * spec.ndim)], spec.kernel, stride=spec.stride,
-        padding=conv.padding, dilation=spec.dilation, last=False,
+        dy[:, :JUDGED].double(), whole, spec.kernel, stride=spec.stride, padding=conv.padding,
+        dilation=spec.dilation, last=False,
     )  # fmt: skip
 
 
@@ -279,19 +283,24 @@ def _poor(results: dict[Way, Tensor], exact: Tensor | None) -> set[Way]:
 def _times(phase: Phase, ways: list[Way], x: Tensor) -> dict[Way, float]:
     """Return the shortest of a few runs of each way, in seconds, taken in turn.
 
-    Each runs once before, which prepares what later runs use. Those that are behind are left out.
+    The first run prepares what later ones use, so it only tells who is far behind. Those that are
+    behind are left out.
     """
-    best = dict.fromkeys(ways, inf)
-    left = ways
-    for way in ways:
+
+    def run(way: Way) -> float:
+        settle(x)
+        began = time.perf_counter()
         phase(way)
+        settle(x)
+        return time.perf_counter() - began
+
+    first = {way: run(way) for way in ways}
+    limit = max(SLOW * min(first.values()), min(first.values()) + SLOW_S)
+    left = [way for way in ways if first[way] <= limit]
+    best = {way: inf if way in left else first[way] for way in ways}
     for _ in range(ROUNDS):
         for way in left:
-            settle(x)
-            began = time.perf_counter()
-            phase(way)
-            settle(x)
-            best[way] = min(best[way], time.perf_counter() - began)
+            best[way] = min(best[way], run(way))
         fastest = min(best.values())
         left = [way for way in left if best[way] <= BEHIND * fastest]
         if len(left) < 2 <= len(ways):
