@@ -13,6 +13,7 @@ from tilewise.auto.calibrate import (
     MESSAGES,
     Case,
     Measured,
+    fullest_host,
     machine_of,
 )
 from tilewise.planner.fit import Timed, fit_all_reduce, fit_line, fit_link
@@ -77,3 +78,9 @@ def test_a_machine_is_found_again() -> None:
         seconds = machine.arithmetic_s("conv3d", "float32", np.array(flops), np.array(channels))
         assert float(seconds) == pytest.approx(flops / rate, rel=0.05)
     assert Machine.from_json(machine.to_json()) == machine
+
+
+def test_memory_is_shared_by_the_ranks_of_a_host() -> None:
+    assert fullest_host("0×4") == 4
+    assert fullest_host("0×1 1×2 0×1 2×1") == 2
+    assert fullest_host("0×1 1×1 2×1") == 1

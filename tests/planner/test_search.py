@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import StringIO
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from plans import build, graph_of
 from tilewise import Plan, capture, models, search
+from tilewise.auto.finals import contenders, uniform_plans
+from tilewise.cli.plan_tables import MOST_ALTERNATIVES, show_alternatives
 from tilewise.errors import PlanError
 from tilewise.layout import Degrees
 from tilewise.planner.baselines import NAMES, seconds_of
 from tilewise.planner.candidates import all_degrees
 from tilewise.planner.machine import load_machine
+from tilewise.planner.places import resolved
 from tilewise.planner.search import Found, parse_bytes
 from tilewise.planner.sensitivity import RATES, scaled
 from tilewise.planner.solve import evaluate
@@ -41,6 +46,62 @@ def test_the_best_uniform_plan_is_the_best_of_all(found: Found) -> None:
     plans = [Plan.uniform(graph, d) for d in ("n4", "n2 h2", "h4", "h2 w2", "c4", "f4", "n2 c2")]
     best = min(found.price(plan).step_seconds for plan in plans)
     assert found.baselines["uniform"].step_seconds <= best * (1 + 1e-9)
+
+
+class Tied(torch.nn.Module):
+    """A convolution, and a transposed one by the same weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Conv2d(3, 16, 3, padding=1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.conv_transpose2d(self.a(x).relu(), self.a.weight, padding=1)
+
+
+def test_plans_that_shared_parameters_forbid_are_no_contenders() -> None:
+    found = search(capture(Tied(), torch.randn(4, 3, 16, 16)), devices=4, machine="lassen")
+    plans = contenders(found)
+    assert plans[0] == found.plan
+    assert all(found.price(plan).step_seconds > 0 for plan in plans)
+    with pytest.raises(ValueError, match="tied"):
+        [found.seconds(plan) for plan in uniform_plans(found).values()]
+
+
+def test_spatial_plans_cut_what_layers_have() -> None:
+    small = capture(torch.nn.Conv2d(6, 6, 3, padding=1), torch.randn(3, 6, 8, 8))
+    spatial = search(small, devices=3, machine="p100x4").baselines["spatial"].plan
+    assert {str(degrees) for degrees in spatial.layers.values()} <= {"h3", "w3"}
+    linear = capture(torch.nn.Linear(6, 6), torch.randn(3, 6))
+    assert "spatial" not in search(linear, devices=3, machine="p100x4").baselines
+
+
+@pytest.mark.parametrize("machine", ["p100x4", "lassen"])
+def test_a_step_adds_up(machine: str) -> None:
+    found = search(graph_of("joined"), devices=4, machine=machine, pins={"*": "n4"})
+    parts = found.cost.forward + found.backward_seconds + found.cost.sync
+    assert parts - found.hidden_seconds == pytest.approx(found.step_seconds)
+    assert found.cost.sync > 0
+    hidden = min(found.cost.sync, found.backward_seconds) if machine == "lassen" else 0.0
+    assert found.hidden_seconds == pytest.approx(hidden, abs=1e-12)
+
+
+def test_a_follower_that_is_pinned_as_it_would_follow_does_not_differ(found: Found) -> None:
+    graph = graph_of("joined")
+    name = next(one.name for one in graph.layers if one.name not in found.formulation.names)
+    degrees = resolved(graph, found.plan)
+    pinned = Plan({**found.plan.layers, name: degrees[name]})
+    assert resolved(graph, pinned) == degrees
+
+
+def test_the_way_that_was_chosen_is_always_shown(found: Found) -> None:
+    layer = found.formulation.names[0]
+    ways = found.explain(layer)
+    (chosen,) = [one for one in ways if one.chosen]
+    bounds = [replace(one, step_seconds=0.0, exact=False) for one in ways if not one.chosen]
+    console = Console(record=True, width=200, file=StringIO())
+    show_alternatives(layer, [*bounds * MOST_ALTERNATIVES, chosen], found, console)
+    assert f"{chosen.degrees} *" in console.export_text()
 
 
 def test_layers_that_a_plan_does_not_name_follow_the_one_before(found: Found) -> None:

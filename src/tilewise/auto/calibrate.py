@@ -169,6 +169,8 @@ def machine_of(
         for kind in found.checks
     }
     errors |= {"memory": arrays_error, "messages": link_error, "sums": sums_error}
+    spread = f"0×{ranks}" if spread is None else spread
+    crowd = fullest_host(spread)
     pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     how = (
         f"measured by tilewise calibrate on {ranks} ranks of {platform.node()} "
@@ -178,14 +180,14 @@ def machine_of(
         name=name,
         sources={
             "all rates": how,
-            CONDITIONS: conditions(f"0×{ranks}" if spread is None else spread),
-            "memory_bytes": "physical memory, shared by the ranks",
+            CONDITIONS: conditions(spread),
+            "memory_bytes": "physical memory, shared by the ranks of a host",
             "workspace_channel_block": "oneDNN computes convolutions on blocks of 16 channels",
             "overlap_halo": "an exchange is finished before the layer computes",
         },
         workspace_channel_block=16,
-        devices_per_node=max(ranks, os.cpu_count() or 1),
-        memory_bytes=pages * page // ranks,
+        devices_per_node=crowd,
+        memory_bytes=pages * page // crowd,
         memory_bandwidth_bytes_per_s=max(rates),
         memory_by_bytes=fit_curve(ARRAYS, rates, max(rates)),
         call_s=found.call_s,
@@ -197,6 +199,15 @@ def machine_of(
         overlap_sums=found.hidden,
         fit_errors=errors,
     )
+
+
+def fullest_host(spread: str) -> int:
+    """Return the most ranks that share a host, of what `hosts` says."""
+    ranks: dict[str, int] = {}
+    for run in spread.split():
+        host, some = run.split("×")
+        ranks[host] = ranks.get(host, 0) + int(some)
+    return max(ranks.values())
 
 
 def conditions(spread: str) -> str:

@@ -14,6 +14,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf, isfinite
@@ -69,7 +70,10 @@ def contenders(found: Found) -> list[Plan]:
     usual = [*uniform_plans(found).values(), *(one.plan for one in found.baselines.values())]
     others = {plan.to_json(): plan for plan in usual}
     others.pop(found.plan.to_json(), None)
-    seconds = {text: found.seconds(plan) for text, plan in others.items()}
+    seconds: dict[str, float] = {}
+    for text, plan in others.items():
+        with suppress(ValueError):  # layers that share a parameter would be cut differently
+            seconds[text] = found.seconds(plan)
     close = [found.plan]
     for text in sorted(seconds, key=seconds.__getitem__):
         if len(close) == MOST or seconds[text] > HOPELESS * found.step_seconds:

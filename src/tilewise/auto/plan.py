@@ -41,7 +41,7 @@ from tilewise.planner.machine import (
     load_machine,
     local_path,
 )
-from tilewise.planner.search import Found, search
+from tilewise.planner.search import Found, parse_bytes, search
 from tilewise.planner.solve import InfeasibleError
 from tilewise.planner.whole import Parts, fit_step
 
@@ -198,6 +198,8 @@ def auto_search(
 
     Yields what is being measured. Where memory is short, layers may be computed again.
     """
+    if memory is not None:
+        parse_bytes(memory)  # what cannot be read is said before anything is measured
     device = torch.device("cpu") if device is None else device
     backend = _backend()
     dtype = _dtype(graph)
@@ -311,11 +313,11 @@ def local_machine(mesh: Mesh, backend: str) -> Generator[str, None, Machine]:
 
     for name, _ in calibrate(found, run):
         yield name
-    machine = machine_of(found, mesh.size, spread=spread)
-    text = tell(mesh, machine.to_json() if mesh.rank == 0 else None)
+    text = told(mesh, lambda: machine_of(found, mesh.size, spread=spread).to_json())
+    machine = Machine.from_json(text)
     if mesh.rank == 0:
         keep(machine, mesh.size, backend)
-    return Machine.from_json(text)
+    return machine
 
 
 def keep(machine: Machine, ranks: int, backend: str) -> None:

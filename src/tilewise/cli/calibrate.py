@@ -44,11 +44,11 @@ def calibrate(
             for number, (name, total) in enumerate(steps):
                 progress.update(task, description=name, total=total, completed=number)
         progress.update(task, description="done", completed=progress.tasks[0].total)
-    name = LOCAL if output is None else output.stem
-    machine = machine_of(found, ranks, name=name, spread=spread)
+    machine = machine_of(found, ranks, name=LOCAL, spread=spread)
     keep(machine, ranks, engine(backend))
     written = local_path(ranks, engine(backend)) if output is None else output
     if output is not None:
+        machine = machine.model_copy(update={"name": output.stem})
         output.write_text(machine.to_json(), encoding="utf-8")
     if json_:
         print(json.dumps({"machine": str(written), "fit_errors": machine.fit_errors}))

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +31,7 @@ from tilewise.plan import Plan
 from tilewise.plan.plan import DETAILS
 from tilewise.planner.candidates import Dropped
 from tilewise.planner.details import details
+from tilewise.planner.explain import Alternative
 from tilewise.planner.search import Found, search
 from tilewise.planner.solve import InfeasibleError
 
@@ -184,19 +186,7 @@ def _plain(extra: dict[str, Any]) -> dict[str, Any]:
         layer, alternatives, left_out = extra["explain"]
         out["explain"] = {
             "layer": layer,
-            "alternatives": [
-                {
-                    "degrees": str(one.degrees),
-                    "recompute": one.recompute,
-                    "step_seconds": one.step_seconds if one.step_seconds < 1e300 else None,
-                    "exact": one.exact,
-                    "chosen": one.chosen,
-                    "alone_seconds": one.alone_seconds if one.alone_seconds < 1e300 else None,
-                    "alone_peak_bytes": one.alone_peak_bytes,
-                    "decides": one.decides,
-                }
-                for one in alternatives
-            ],
+            "alternatives": [_plain_way(one) for one in alternatives],
             "left_out": [_plain_group(rule, some) for rule, some in left_out.items()],
         }
     if "sensitivity" in extra:
@@ -210,8 +200,16 @@ def _plain(extra: dict[str, Any]) -> dict[str, Any]:
             "peak_bytes": other.peak_bytes,
             "fits": other.fits,
             "layers": {name: str(degrees) for name, degrees in other.plan.layers.items()},
+            "recompute": other.plan.recompute,
         }
     return out
+
+
+def _plain_way(one: Alternative) -> dict[str, Any]:
+    """Return a way to split a layer as plain values; null for what no plan that fits has."""
+    values = asdict(one) | {"degrees": str(one.degrees), "decides": one.decides}
+    seconds = {key: values[key] for key in ("step_seconds", "alone_seconds")}
+    return values | {key: one if isfinite(one) else None for key, one in seconds.items()}
 
 
 def _plain_group(rule: str, some: Sequence[Dropped]) -> dict[str, Any]:

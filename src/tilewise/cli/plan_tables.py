@@ -11,9 +11,9 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from tilewise.layout import Degrees
-from tilewise.plan import Plan
 from tilewise.planner.candidates import Dropped
 from tilewise.planner.explain import Alternative
+from tilewise.planner.places import resolved
 from tilewise.planner.rows import Row, together
 from tilewise.planner.search import Found, Priced
 from tilewise.planner.sensitivity import Tried
@@ -69,11 +69,11 @@ def show_plan(found: Found, console: Console) -> None:
     table.add_row("all", "", *_times(found.rows), total, style="bold")
     console.print(table)
     explain(COSTS, console)
-    hidden = min(found.cost.sync, found.cost.backward)
     console.print(
         f"step {milliseconds(found.step_seconds)} ms: forward {milliseconds(found.cost.forward)}, "
-        f"backward {milliseconds(found.cost.backward)}, gradient sums "
-        f"{milliseconds(found.cost.sync)} ({milliseconds(hidden)} hidden behind backward)"
+        f"backward {milliseconds(found.backward_seconds)}, gradient sums "
+        f"{milliseconds(found.cost.sync)} ({milliseconds(found.hidden_seconds)} hidden behind "
+        "backward)"
     )
     show_held(found, console)
     proof = "proven best" if found.optimal else _how_near(found.gap)
@@ -172,7 +172,9 @@ def show_alternatives(
         justify: JustifyMethod = "left" if name in ("degrees", "decides") else "right"
         table.add_column(name, justify=justify, no_wrap=name != "degrees")
     fitting = [one for one in alternatives if isfinite(one.step_seconds)]
-    for one in fitting[:MOST_ALTERNATIVES]:
+    shown = fitting[:MOST_ALTERNATIVES]
+    shown += [one for one in fitting[MOST_ALTERNATIVES:] if one.chosen]  # bounds may sort before it
+    for one in shown:
         bound = "" if one.exact else "≥ "
         table.add_row(
             _way(one.degrees, one.recompute) + " *" * one.chosen,
@@ -183,12 +185,12 @@ def show_alternatives(
             one.decides,
         )
     console.print(table)
-    left = len(fitting) - MOST_ALTERNATIVES
+    left = len(fitting) - len(shown)
     text = (
         "* chosen; ≥ a lower bound; compute to sync: of this layer alone, halos before any of them "
         "hides behind compute; held: kept for backward; decides: the largest of its costs"
     )
-    explain(text + f"; {left} dearer ones not shown" * (left > 0), console)
+    explain(text + f"; {left} others not shown, none with a lower bound" * (left > 0), console)
 
 
 def show_left_out(layer: str, left_out: Mapping[str, Sequence[Dropped]], console: Console) -> None:
@@ -222,8 +224,12 @@ def show_sensitivity(tried: Sequence[Tried], console: Console) -> None:
 def show_difference(found: Found, other: Priced, console: Console) -> None:
     """Show where another plan differs, and what it costs."""
     plans = (found.plan, other.plan)
+    every = [resolved(found.formulation.graph, plan) for plan in plans]
     ways = {
-        name: [_way_in(plan, name) for plan in plans]
+        name: [
+            _way(degrees[name], plan.recomputes(name) is not None)
+            for plan, degrees in zip(plans, every)
+        ]
         for name in dict.fromkeys(name for plan in plans for name in plan.layers)
     }
     differing = {name: pair for name, pair in ways.items() if pair[0] != pair[1]}
@@ -241,12 +247,6 @@ def show_difference(found: Found, other: Priced, console: Console) -> None:
         f"({other.step_seconds / found.step_seconds:.2f} of this one's), memory "
         f"{size(other.peak_bytes)}, {'fits' if other.fits else 'does not fit'}"
     )
-
-
-def _way_in(plan: Plan, name: str) -> str:
-    """Return how a plan splits a layer; one that it does not name follows the one before it."""
-    degrees = plan.layers.get(name)
-    return _way("as before it" if degrees is None else degrees, plan.recomputes(name) is not None)
 
 
 def _way(degrees: Degrees | str, recompute: bool) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tilewise.planner.candidates import all_degrees
+from tilewise.planner.candidates import LETTERS, all_degrees
 from tilewise.planner.formulate import Formulation
 from tilewise.planner.layouts import distinct_rows
 from tilewise.planner.solve import Cost, evaluate
@@ -31,7 +31,8 @@ def baselines(found: Formulation, cap: int) -> dict[str, tuple[Choice, Cost]]:
     """Return each baseline's choice and cost: the fastest of its kind that was found to fit."""
     devices = found.setting.devices
     every = all_degrees(devices)
-    full = every[every.prod(1) == devices]
+    cut = np.array([any(name in layer.extents for layer in found.graph.layers) for name in LETTERS])
+    full = every[(every.prod(1) == devices) & (cut | (every == 1)).all(1)]  # what some layer has
     n, space, channels = full[:, 0], full[:, 1:4].prod(1), full[:, 4:].prod(1)
     data = full[n == devices]
     kinds = {
@@ -40,14 +41,15 @@ def baselines(found: Formulation, cap: int) -> dict[str, tuple[Choice, Cost]]:
         "model": full[channels == devices],
         "uniform": full,
     }
-    rows = {name: _fitted(found, table) for name, table in kinds.items()}
-    rows["owt"] = rows["data"].copy()
-    by_filter = _fitted(found, full[full[:, 5] == devices])
+    rows = {name: _fitted(found, table) for name, table in kinds.items() if len(table)}
+    by_filter = full[full[:, 5] == devices]
     layers = {layer.name: layer for layer in found.graph.layers}
-    for variable, name in enumerate(found.names):
-        if layers[name].kind == "linear":
-            rows["owt"][:, variable] = by_filter[:, variable]
-    return {name: best for name in NAMES if (best := _best(found, rows[name], cap)) is not None}
+    linear = [v for v, name in enumerate(found.names) if layers[name].kind == "linear"]
+    if "data" in rows and len(by_filter):
+        rows["owt"] = rows["data"].copy()
+        rows["owt"][:, linear] = _fitted(found, by_filter)[:, linear]
+    bests = {name: _best(found, rows[name], cap) for name in NAMES if name in rows}
+    return {name: best for name, best in bests.items() if best is not None}
 
 
 def _best(found: Formulation, choices: Ints, cap: int) -> tuple[Choice, Cost] | None:

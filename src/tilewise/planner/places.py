@@ -101,9 +101,19 @@ def decided(graph: Graph, plan: Plan) -> dict[str, Degrees]:
 
     Those that a plan does not name are cut as the layer that they follow.
     """
+    return _decided(graph, plan)[0]
+
+
+def resolved(graph: Graph, plan: Plan) -> dict[str, Degrees]:
+    """Return the degrees of every layer, named by a plan or not."""
+    return _decided(graph, plan)[1]
+
+
+def _decided(graph: Graph, plan: Plan) -> tuple[dict[str, Degrees], dict[str, Degrees]]:
     layers = {layer.name: layer for layer in graph.layers}
     made_by: dict[Value, Degrees] = {}
     found: dict[str, Degrees] = {}
+    every: dict[str, Degrees] = {}
     for node in graph.training.nodes:
         layer = layers[node.name]
         operands = [value for value in node.values() if value in made_by]
@@ -115,8 +125,9 @@ def decided(graph: Graph, plan: Plan) -> dict[str, Degrees]:
             found[node.name] = Degrees(**usable) if degrees is None else degrees
         elif degrees is not None and degrees != followed:
             found[node.name] = degrees
-        made_by.update(dict.fromkeys(node.outs, found.get(node.name, followed)))
-    return found
+        every[node.name] = found.get(node.name, followed)
+        made_by.update(dict.fromkeys(node.outs, every[node.name]))
+    return found, every
 
 
 def letter_roles(text: str) -> dict[str, int]:

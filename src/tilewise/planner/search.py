@@ -110,6 +110,16 @@ class Found:
     def step_seconds(self) -> float:
         return self.cost.seconds
 
+    @property
+    def backward_seconds(self) -> float:
+        """The backward pass without any gradient sums; the cost's has those that cannot hide."""
+        return self.cost.backward - (1.0 - self.machine.overlap_sums) * self.cost.sync
+
+    @property
+    def hidden_seconds(self) -> float:
+        """How much of the gradient sums hides behind the backward pass."""
+        return self.cost.forward + self.backward_seconds + self.cost.sync - self.step_seconds
+
     @cached_property
     def peak_bytes(self) -> int:
         """What the fullest rank holds at its fullest moment."""
