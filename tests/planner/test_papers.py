@@ -99,8 +99,16 @@ def test_strong_scaling_of_cosmoflow(
 
 
 def test_strong_scaling_of_the_unet() -> None:
-    """Published: 1.42 from 256 to 512 GPUs; predicted is 39 % more."""
-    assert speedup(unet(16), "n16 d16", "n16 d32") == pytest.approx(1.97, rel=0.02)
+    """Published: 1.42 from 256 to 512 GPUs."""
+    assert speedup(unet(16), "n16 d16", "n16 d32") / 1.42 - 1 == pytest.approx(0.39, abs=0.02)
+
+
+@pytest.mark.parametrize(("degrees", "other_s"), [("n64 d8", 0.0147), ("n64 d32", 0.0057)])
+def test_what_a_step_of_cosmoflow_has_besides_convolutions(degrees: str, other_s: float) -> None:
+    found = predict(cosmoflow(64), degrees)
+    rest = found.cost.seconds - found.seconds("conv3d")
+    assert rest == pytest.approx(other_s, rel=0.02)
+    assert found.cost.sync == pytest.approx(0.003, abs=0.0006)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +135,7 @@ def test_weak_scaling_of_the_unet() -> None:
     """Published: 28.4 on 1,024 GPUs over 32; predicted is all of 32."""
     few = predict(unet(2), "n2 d16").cost.seconds
     many = predict(unet(64), "n64 d16").cost.seconds
+    assert 28.4 < 32 * few / many <= 32
     assert 32 * few / many == pytest.approx(32, rel=0.01)
 
 
@@ -172,44 +181,56 @@ def least(needed: object) -> int:
 
 
 @cache
-def layer_wise(name: str, extent: int, devices: int) -> Found:
+def layer_wise(name: str, devices: int, overlap: float = 0.0) -> Found:
+    extent = 299 if name == "inception_v3" else 224
     graph = graph_of(name, (32 * devices, 3, extent, extent))
-    return search(graph, devices=devices, machine="p100x4", optimizer="momentum", time_limit=60.0)
+    hides = {"overlap_sums": overlap, "overlap_halo": overlap}
+    machine = load_machine("p100x4").model_copy(update=hides)
+    return search(graph, devices=devices, machine=machine, optimizer="momentum", time_limit=60.0)
 
 
 @pytest.mark.parametrize(
-    ("name", "extent", "published", "miss"),
+    ("name", "published", "miss", "overlapping", "others"),
     [
-        ("alexnet", 224, 12.2, -0.16),
-        ("vgg16", 224, 14.8, -0.02),
-        ("inception_v3", 299, 15.5, -0.17),
+        ("alexnet", 12.2, -0.16, 14.9, 1.20),
+        ("vgg16", 14.8, -0.02, 16.1, 1.04),
+        ("inception_v3", 15.5, -0.17, 15.3, 1.06),
     ],
 )
 def test_throughput_of_layer_wise_plans(
-    name: str, extent: int, published: float, miss: float
+    name: str, published: float, miss: float, overlapping: float, others: float
 ) -> None:
-    """16 GPUs against one, 32 samples each."""
-    one, many = layer_wise(name, extent, 1), layer_wise(name, extent, 16)
+    """16 GPUs against one, 32 samples each; the best other plan took up to 2.2, 1.5, 1.4 as long.
+
+    Nothing overlaps there. If all could, predictions would be higher.
+    """
+    one, many = layer_wise(name, 1), layer_wise(name, 16)
     assert many.optimal
     found = 16 * one.step_seconds / many.step_seconds
     assert found / published - 1 == pytest.approx(miss, abs=0.02)
-    for other in ("data", "model", "owt"):
-        assert many.baselines[other].step_seconds > many.step_seconds
+    slower = [many.baselines[other].step_seconds for other in ("data", "model", "owt")]
+    assert min(slower) / many.step_seconds == pytest.approx(others, abs=0.015)
+    hiding = 16 * one.step_seconds / layer_wise(name, 16, 1.0).step_seconds
+    assert hiding == pytest.approx(overlapping, rel=0.02)
 
 
-def test_communication_of_layer_wise_plans() -> None:
+@pytest.mark.parametrize(
+    ("name", "data", "model", "owt"),
+    [
+        ("alexnet", 4.2, 8.8, 1.32),
+        ("vgg16", 3.5, 109, 1.17),
+        ("inception_v3", 0.5, 62, 0.5),
+    ],
+)
+def test_communication_of_layer_wise_plans(
+    name: str, data: float, model: float, owt: float
+) -> None:
     """Published: 1.3 to 23 times less than data and model parallelism, 1.2 to 2.5 than OWT."""
-    reductions = {
-        name: {
-            other: many.payload(many.baselines[other].plan).bytes / many.payload(many.plan).bytes
-            for other in ("data", "model", "owt")
-        }
-        for name in ("alexnet", "vgg16")
-        for many in [layer_wise(name, 224, 16)]
-    }
-    assert min(one["data"] for one in reductions.values()) >= 1.3
-    assert max(one["data"] for one in reductions.values()) <= 23
-    assert all(1.15 <= one["owt"] <= 2.5 for one in reductions.values())
+    many = layer_wise(name, 16)
+    mine = many.payload(many.plan).bytes
+    for other, predicted in (("data", data), ("model", model), ("owt", owt)):
+        sent = many.payload(many.baselines[other].plan).bytes
+        assert sent / mine == pytest.approx(predicted, rel=0.05), other
 
 
 def test_the_plan_of_vgg_on_four_gpus() -> None:
@@ -217,7 +238,7 @@ def test_the_plan_of_vgg_on_four_gpus() -> None:
 
     Ours keeps samples to the last convolution, and is as good.
     """
-    found = layer_wise("vgg16", 224, 4)
+    found = layer_wise("vgg16", 4)
     layers = {name: str(degrees) for name, degrees in found.plan.layers.items()}
     assert {text for name, text in layers.items() if name.startswith("features")} == {"n4"}
     assert layers["classifier.0"] == layers["classifier.3"] == "f4"
@@ -226,20 +247,33 @@ def test_the_plan_of_vgg_on_four_gpus() -> None:
         found.formulation.graph,
         layers | last | {"classifier.0": "f4", "classifier.3": "f2", "classifier.6": "1"},
     )
-    assert 1.0 <= found.price(theirs).step_seconds / found.step_seconds <= 1.1
+    assert found.price(theirs).step_seconds / found.step_seconds == pytest.approx(1.009, abs=0.003)
 
 
 # -- Dryden et al., SC 2019 ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("k", "shorter"), [(2, 2.3), (4, 3.2), (8, 3.7)])
-def test_wide_residual_networks(k: int, shorter: float) -> None:
+@pytest.mark.parametrize(
+    ("k", "degrees", "shorter", "sums"),
+    [
+        (2, "f2", 1.65, 2.0),
+        (2, "f4", 2.29, 4.0),
+        (2, "c2 f4", 2.71, 7.9),
+        (4, "f2", 1.83, 2.0),
+        (4, "f4", 3.24, 4.0),
+        (4, "c2 f4", 5.40, 7.9),
+        (8, "f2", 1.94, 2.0),
+        (8, "f4", 3.66, 4.0),
+        (8, "c2 f4", 6.79, 8.0),
+    ],
+)
+def test_wide_residual_networks(k: int, degrees: str, shorter: float, sums: float) -> None:
     """Published: up to 4.1 times shorter steps, 4 times less time for gradient sums.
 
-    Here one GPU a sample against four that share filters.
+    Here one GPU a sample against several that share channels and filters.
     """
     graph = graph_of("wrn50", (64, 3, 224, 224), k=k)
     alone = predict(graph, "n64", "momentum").cost
-    shared = predict(graph, "n64 f4", "momentum").cost
-    assert alone.sync / shared.sync == pytest.approx(4.0, rel=0.01)
-    assert alone.seconds / shared.seconds == pytest.approx(shorter, rel=0.03)
+    shared = predict(graph, f"n64 {degrees}", "momentum").cost
+    assert alone.sync / shared.sync == pytest.approx(sums, rel=0.02)
+    assert alone.seconds / shared.seconds == pytest.approx(shorter, rel=0.01)
