@@ -16,7 +16,7 @@ from tilewise.auto.calibrate import (
     fullest_host,
     machine_of,
 )
-from tilewise.planner.fit import Timed, fit_all_reduce, fit_line, fit_link
+from tilewise.planner.fit import Timed, curve_error, fit_all_reduce, fit_line, fit_link
 from tilewise.planner.machine import Link, Machine
 from tilewise.planner.price import sum_s
 
@@ -78,6 +78,12 @@ def test_a_machine_is_found_again() -> None:
         seconds = machine.arithmetic_s("conv3d", "float32", np.array(flops), np.array(channels))
         assert float(seconds) == pytest.approx(flops / rate, rel=0.05)
     assert Machine.from_json(machine.to_json()) == machine
+
+
+def test_the_error_of_a_curve_is_that_of_points_between() -> None:
+    sizes = [1.0, 10.0, 100.0, 1000.0]
+    assert curve_error(sizes, [1.0, 2.0, 3.0, 4.0]) == pytest.approx(0.0)
+    assert curve_error(sizes, [1.0, 4.0, 3.0, 4.0]) == pytest.approx((0.5 + 1 / 3) / 2)
 
 
 def test_memory_is_shared_by_the_ranks_of_a_host() -> None:

@@ -27,10 +27,10 @@ from tilewise.planner.fit import (
     Timed,
     arithmetic_error,
     backward_share,
+    curve_error,
     fit_all_reduce,
     fit_arithmetic,
     fit_curve,
-    fit_line,
     fit_link,
     peak_of,
 )
@@ -161,14 +161,13 @@ def machine_of(
     link, link_error = fit_link(MESSAGES, found.messages)
     link = link.model_copy(update={"concurrent_messages": max(ranks - 1, 1)})
     sums, sums_error = fit_all_reduce(link, ranks, MESSAGES, found.sums)
-    _, _, arrays_error = fit_line(ARRAYS, found.arrays)
     busy = [max(t - found.touch_s, 0.1 * t) for t in found.arrays]
     rates = [size / t for size, t in zip(ARRAYS, busy, strict=True)]
     errors = {
         kind: arithmetic_error(compute, kind, found.checks[kind], found.call_s)
         for kind in found.checks
     }
-    errors |= {"memory": arrays_error, "messages": link_error, "sums": sums_error}
+    errors |= {"memory": curve_error(ARRAYS, rates), "messages": link_error, "sums": sums_error}
     spread = f"0×{ranks}" if spread is None else spread
     crowd = fullest_host(spread)
     pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")

@@ -67,6 +67,17 @@ def fit_curve(sizes: Sequence[float], rates: Sequence[float], top: float) -> Cur
     return Curve(at=tuple(at), share=tuple(float(np.median(found[size])) for size in at))
 
 
+def curve_error(sizes: Sequence[float], rates: Sequence[float]) -> float:
+    """Return the median error of a curve at points between others that it does not know of."""
+    found = []
+    for i in range(1, len(sizes) - 1):
+        known = [k for k in range(len(sizes)) if k != i]
+        curve = fit_curve([sizes[k] for k in known], [rates[k] for k in known], max(rates))
+        guess = max(rates) * float(curve(np.array(sizes[i])))
+        found.append(abs(guess / rates[i] - 1.0))
+    return float(np.median(found))
+
+
 def fit_arithmetic(
     by_flops: Sequence[Timed], by_channels: Sequence[Timed], peak: float, call_s: float
 ) -> Arithmetic:
