@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from tilewise.auto.calibrate import (
     BY_FLOPS,
     CHECKS,
     MESSAGES,
+    TYPICAL,
     Case,
     Measured,
     fullest_host,
@@ -61,6 +64,12 @@ def synthetic() -> Machine:
         found.by_flops[kind] = [timed(case) for case in BY_FLOPS[kind]]
         found.by_channels[kind] = [timed(case) for case in BY_CHANNELS[kind]]
         found.checks[kind] = [timed(case) for case in CHECKS[kind]]
+    for dtype, slower in (("float32", 1.0), ("float64", 2.0), ("bfloat16", 0.5)):
+        some = [timed(case) for case in TYPICAL]
+        found.by_type[dtype] = [
+            replace(one, forward_s=slower * one.forward_s, backward_s=slower * one.backward_s)
+            for one in some
+        ]
     found.arrays = [1e-6 + size / 1e10 for size in ARRAYS]
     found.messages = [1e-4 + size / 1e9 for size in MESSAGES]
     found.sums = [2e-4 + size / 1e9 for size in MESSAGES]
@@ -73,6 +82,8 @@ def test_a_machine_is_found_again() -> None:
     assert machine.memory_bandwidth_bytes_per_s == pytest.approx(1e10, rel=0.01)
     assert machine.compute["float32"].backward_share == pytest.approx(1.0)
     assert max(machine.fit_errors.values()) < 0.25
+    assert machine.compute["float64"].peak_flops_per_s == pytest.approx(2.5e10, rel=0.01)
+    assert machine.compute["bfloat16"].peak_flops_per_s == pytest.approx(1e11, rel=0.01)
     assert machine.fit_errors["conv3d"] < 0.05
     for flops, channels, rate in ((1e9, 64.0, 5e10), (1e8, 4.0, 2.5e10)):
         seconds = machine.arithmetic_s("conv3d", "float32", np.array(flops), np.array(channels))

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import sqrt
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ class Case:
     extent: int
     kernel: int = 3
     samples: int = 2
+    dtype: str = "float32"
 
     @property
     def space(self) -> int:
@@ -100,6 +101,13 @@ CHECKS = {
 
 
 TINY = Case("linear", 1, 1, 1, samples=1)
+TYPES = ("float64", "bfloat16", "float16")
+TYPICAL = [
+    Case("conv2d", 64, 64, 24),
+    Case("conv3d", 32, 32, 8),
+    Case("linear", 256, 256, 1, samples=64),
+]
+"""Layers whose times in other dtypes, relative to float32's, tell the rates of these."""
 
 
 @dataclass
@@ -107,12 +115,14 @@ class Measured:
     """What was measured so far.
 
     `touch_s` is a bare call on next to nothing, `call_s` that of a layer that records its
-    backward. `hidden` is the share of a sum that passes behind arithmetic.
+    backward. `hidden` is the share of a sum that passes behind arithmetic. `by_type` has the same
+    layers in each dtype.
     """
 
     by_flops: dict[str, list[Timed]] = field(default_factory=dict)
     by_channels: dict[str, list[Timed]] = field(default_factory=dict)
     checks: dict[str, list[Timed]] = field(default_factory=dict)
+    by_type: dict[str, list[Timed]] = field(default_factory=dict)
     arrays: list[float] = field(default_factory=list)
     touch_s: float = 0.0
     call_s: float = 0.0
@@ -127,7 +137,7 @@ Run = Callable[..., Any]
 
 def calibrate(found: Measured, run: Run) -> Iterator[tuple[str, int]]:
     """Measure in steps into `found`; yields what comes next, and how many steps there are."""
-    steps = 4 + 2 * len(BY_FLOPS)
+    steps = 5 + 2 * len(BY_FLOPS)
     yield "memory", steps
     found.touch_s, found.arrays = run(time_arrays, ARRAYS)
     found.call_s = run(time_layers, [TINY])[0].forward_s
@@ -137,6 +147,9 @@ def calibrate(found: Measured, run: Run) -> Iterator[tuple[str, int]]:
         yield f"{kind} by channels", steps
         found.by_channels[kind] = run(time_layers, BY_CHANNELS[kind])
         found.checks[kind] = run(time_layers, CHECKS[kind])
+    yield "other dtypes", steps
+    for dtype in ("float32", *TYPES):
+        found.by_type[dtype] = run(time_layers, [replace(case, dtype=dtype) for case in TYPICAL])
     yield "messages", steps
     found.messages = run(time_messages, MESSAGES)
     yield "sums", steps
@@ -158,6 +171,10 @@ def machine_of(
     arithmetic["default"] = arithmetic["conv2d"]
     back = backward_share([one for some in kinds for one in some])
     compute = Compute(peak_flops_per_s=peak, kinds=arithmetic, backward_share=back)
+    rates_of = {
+        dtype: compute.model_copy(update={"peak_flops_per_s": peak * share})
+        for dtype, share in relative_rates(found.by_type).items()
+    }
     link, link_error = fit_link(MESSAGES, found.messages)
     link = link.model_copy(update={"concurrent_messages": max(ranks - 1, 1)})
     sums, sums_error = fit_all_reduce(link, ranks, MESSAGES, found.sums)
@@ -190,7 +207,7 @@ def machine_of(
         memory_bandwidth_bytes_per_s=max(rates),
         memory_by_bytes=fit_curve(ARRAYS, rates, max(rates)),
         call_s=found.call_s,
-        compute={"float32": compute},
+        compute=rates_of | {"float32": compute},
         node=link,
         network=link,
         all_reduce=sums,
@@ -198,6 +215,19 @@ def machine_of(
         overlap_sums=found.hidden,
         fit_errors=errors,
     )
+
+
+def relative_rates(by_type: Mapping[str, Sequence[Timed]]) -> dict[str, float]:
+    """Return how fast layers are in each other dtype, of what they are in float32."""
+
+    def seconds(one: Timed) -> float:
+        return one.forward_s + one.backward_s
+
+    return {
+        dtype: median(seconds(a) / seconds(b) for a, b in zip(by_type["float32"], some))
+        for dtype, some in by_type.items()
+        if dtype != "float32"
+    }
 
 
 def fullest_host(spread: str) -> int:
@@ -255,9 +285,10 @@ def time_layers(mesh: Mesh, cases: Sequence[Case]) -> list[Timed]:
 
 
 def _build(case: Case) -> tuple[Callable[..., Tensor], tuple[Tensor, Tensor]]:
-    extents = (case.extent,) * case.space
-    x = torch.randn(case.samples, case.channels, *extents, requires_grad=True)
-    w = torch.randn(case.filters, case.channels, *(case.kernel,) * case.space, requires_grad=True)
+    extents, dtype = (case.extent,) * case.space, getattr(torch, case.dtype)
+    x = torch.randn(case.samples, case.channels, *extents, dtype=dtype)
+    w = torch.randn(case.filters, case.channels, *(case.kernel,) * case.space, dtype=dtype)
+    x, w = x.requires_grad_(), w.requires_grad_()
     if case.kind == "linear":
         return F.linear, (x, w)
     call: Any = F.conv2d if case.space == 2 else F.conv3d

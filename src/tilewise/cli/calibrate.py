@@ -70,4 +70,8 @@ def _show(machine: Machine) -> None:
     said = {"memory": memory, "messages": link, "sums": sums}
     for name, error in machine.fit_errors.items():
         table.add_row(name, said.get(name, gigaflops), f"{error:.0%}")
+    for name, rates in machine.compute.items():
+        if name != "float32":
+            share = rates.peak_flops_per_s / compute.peak_flops_per_s
+            table.add_row(name, f"{share:.2g} times float32's rates", "–")
     Console().print(table)
