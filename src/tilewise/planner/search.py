@@ -31,6 +31,7 @@ from tilewise.planner.explain import Alternative, alternatives, left_out
 from tilewise.planner.formulate import Formulation, formulate
 from tilewise.planner.frontier import frontier
 from tilewise.planner.machine import Machine, load_machine
+from tilewise.planner.moment import Sums
 from tilewise.planner.payload import Payload
 from tilewise.planner.places import decided
 from tilewise.planner.rows import Row, rows, together
@@ -103,7 +104,7 @@ class Found:
         self.free = free = solve(problem, time_limit=self.time_limit, hints=hints, worth=fits)
         self.short = not fits(free.choice)
         if not self.short:
-            return Limited(free, problem)
+            return Limited(Sums(self.formulation), self.memory_bytes, free, problem)
         return Within(self.formulation, self.memory_bytes, free, deadline).run([*hints, *fitting])
 
     @property
