@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from plans import build, graph_of
 from tilewise import Plan, capture, models, search
+from tilewise.cli.plan_tables import show_sensitivity
 from tilewise.errors import PlanError
 from tilewise.layout import Degrees
 from tilewise.planner.baselines import NAMES, seconds_of
@@ -17,7 +20,7 @@ from tilewise.planner.candidates import all_degrees
 from tilewise.planner.machine import load_machine
 from tilewise.planner.search import Found, parse_bytes
 from tilewise.planner.sensitivity import RATES, scaled
-from tilewise.planner.solve import evaluate
+from tilewise.planner.solve import Solution, evaluate, solve
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +181,22 @@ def test_a_machine_a_little_other(found: Found) -> None:
     slower = scaled(machine, "network.bandwidth_bytes_per_s", 0.9)
     assert slower.network.bandwidth_bytes_per_s == 0.9 * machine.network.bandwidth_bytes_per_s
     assert slower.node == machine.node
+
+
+def test_what_is_not_proven_of_other_machines_is_said(
+    found: Found, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all(one.proven for one in found.sensitivity())
+
+    def unproven(*args: Any, **options: Any) -> Solution:
+        return replace(solve(*args, **options), optimal=False)
+
+    monkeypatch.setattr("tilewise.planner.sensitivity.solve", unproven)
+    tried = found.sensitivity()
+    assert not any(one.proven for one in tried)
+    console = Console(record=True, width=80)
+    show_sensitivity(tried, console)
+    assert console.export_text().count("(unproven)") == len(tried)
 
 
 def test_less_memory_takes_no_less_time() -> None:
