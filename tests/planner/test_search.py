@@ -199,6 +199,19 @@ def test_what_is_not_proven_of_other_machines_is_said(
     assert console.export_text().count("(unproven)") == len(tried)
 
 
+def test_of_equally_fast_plans_one_with_less_memory_is_taken() -> None:
+    """Here all layers are cut along another letter; pins and tied layers stay as they are."""
+    graph = capture(models.unet3d(width=0.25), torch.empty(2, 1, 32, 32, 32, device="meta"))
+    for pins in ({}, {"head": "w4"}):
+        found = search(graph, devices=4, machine="lassen", pins=pins, time_limit=20.0)
+        raw = solve(found.formulation.problem)
+        assert found.optimal
+        assert found.step_seconds <= raw.seconds * (1 + 1e-9)
+        limited = search(graph, devices=4, machine="lassen", memory=found.peak_bytes - 1, pins=pins)
+        assert limited.step_seconds > found.step_seconds * (1 + 1e-9)
+        assert all(str(found.plan.layers[name]) == pin for name, pin in pins.items())
+
+
 def test_less_memory_takes_no_less_time() -> None:
     graph = graph_of("cosmoflow")
     free = search(graph, devices=4, machine="lassen", time_limit=20.0)
