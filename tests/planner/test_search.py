@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from io import StringIO
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from rich.console import Console
 from plans import build, graph_of
 from tilewise import Plan, capture, models, search
 from tilewise.auto.finals import contenders, uniform_plans
-from tilewise.cli.plan_tables import MOST_ALTERNATIVES, show_alternatives
+from tilewise.cli.plan_tables import MOST_ALTERNATIVES, show_alternatives, show_sensitivity
 from tilewise.errors import PlanError
 from tilewise.layout import Degrees
 from tilewise.planner.baselines import NAMES, seconds_of
@@ -22,7 +23,7 @@ from tilewise.planner.machine import load_machine
 from tilewise.planner.places import resolved
 from tilewise.planner.search import Found, parse_bytes
 from tilewise.planner.sensitivity import RATES, scaled
-from tilewise.planner.solve import evaluate
+from tilewise.planner.solve import Solution, evaluate, solve
 
 
 @pytest.fixture(scope="module")
@@ -239,6 +240,35 @@ def test_a_machine_a_little_other(found: Found) -> None:
     slower = scaled(machine, "network.bandwidth_bytes_per_s", 0.9)
     assert slower.network.bandwidth_bytes_per_s == 0.9 * machine.network.bandwidth_bytes_per_s
     assert slower.node == machine.node
+
+
+def test_what_is_not_proven_of_other_machines_is_said(
+    found: Found, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all(one.proven for one in found.sensitivity())
+
+    def unproven(*args: Any, **options: Any) -> Solution:
+        return replace(solve(*args, **options), optimal=False)
+
+    monkeypatch.setattr("tilewise.planner.sensitivity.solve", unproven)
+    tried = found.sensitivity()
+    assert not any(one.proven for one in tried)
+    console = Console(record=True, width=80)
+    show_sensitivity(tried, console)
+    assert console.export_text().count("(unproven)") == len(tried)
+
+
+def test_of_equally_fast_plans_one_with_less_memory_is_taken() -> None:
+    """Here all layers are cut along another letter; pins and tied layers stay as they are."""
+    graph = capture(models.unet3d(width=0.25), torch.empty(2, 1, 32, 32, 32, device="meta"))
+    for pins in ({}, {"head": "w4"}):
+        found = search(graph, devices=4, machine="lassen", pins=pins, time_limit=20.0)
+        raw = solve(found.formulation.problem)
+        assert found.optimal
+        assert found.step_seconds <= raw.seconds * (1 + 1e-9)
+        limited = search(graph, devices=4, machine="lassen", memory=found.peak_bytes - 1, pins=pins)
+        assert limited.step_seconds > found.step_seconds * (1 + 1e-9)
+        assert all(str(found.plan.layers[name]) == pin for name, pin in pins.items())
 
 
 def test_less_memory_takes_no_less_time() -> None:

@@ -13,6 +13,7 @@ from random_problems import all_costs, random_problem, table_cost
 from tilewise.planner.solve import (
     Consumer,
     InfeasibleError,
+    LeastMemory,
     Problem,
     Transfer,
     Variable,
@@ -138,6 +139,22 @@ def test_infeasible_says_what_is_needed_and_by_whom() -> None:
     assert caught.value.least.peak_bytes == 160
     assert caught.value.holders == (("large", 100), ("small", 10))
     assert solve(problem, 160).choice == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("bound", "said"),
+    [
+        (0, "seems too small: the smallest plan found needs 300 bytes; most is held by a (200)"),
+        (50, "seems too small: the smallest plan found needs 300 bytes; 50 or more are needed"),
+        (101, "is too small: the smallest plan found needs 300 bytes; more than 100 are needed"),
+        (200, "is too small: the smallest plan found needs 300 bytes; 200 or more are needed"),
+        (300, "is too small: the smallest plan needs 300 bytes; most is held by a (200)"),
+    ],
+)
+def test_infeasible_says_no_more_than_is_proven(bound: int, said: str) -> None:
+    error = InfeasibleError(100, LeastMemory((0,), 300, bound), [("a", 200)])
+    assert said in str(error)
+    assert "a (200)" in str(error)
 
 
 def test_least_memory_equals_enumeration() -> None:

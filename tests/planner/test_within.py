@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 from itertools import product
 
@@ -208,7 +209,7 @@ def test_prices_under_a_limit_hold_for_plans_that_fit(time_limit: float) -> None
         for choice in product(*(range(k) for k in every.problem.choices))
     ]
     peaks = sorted({peak for _, _, peak in plans})
-    for limit in (peaks[1], peaks[len(peaks) // 2]):
+    for limit in (peaks[1], peaks[len(peaks) // 2], peaks[-1]):
         found = search(skipped(), devices=2, machine="p100x4", memory=limit, time_limit=time_limit)
         fitting = [(choice, seconds) for choice, seconds, peak in plans if peak <= limit]
         here = found.solution.choice
@@ -222,6 +223,48 @@ def test_prices_under_a_limit_hold_for_plans_that_fit(time_limit: float) -> None
                 alone = (*here[:variable], index, *here[variable + 1 :])
                 seconds = next((s for c, s in fitting if c == alone), np.inf)
                 assert way.alone_seconds == pytest.approx(seconds)
+                assert way.alone_peak_bytes == peak_bytes(found.formulation, alone)
+                assert way.exact or limit < peaks[-1] or time_limit < 1.0
+
+
+class Tied(nn.Module):
+    """Two layers that share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv_transpose2d(F.relu(self.first(x)), self.first.weight, padding=1)
+
+
+def test_prices_know_of_a_limit_that_the_fastest_plan_keeps() -> None:
+    graph = capture(Tied(), torch.empty(4, 3, 16, 16, device="meta"))
+    free = search(graph, devices=4, machine="lassen", time_limit=10)
+    every = free.formulation
+    plans = []
+    for choice in product(*(range(k) for k in every.problem.choices)):
+        with suppress(ValueError):
+            plans.append((choice, evaluate(every.problem, choice).seconds))
+    found = search(graph, devices=4, machine="lassen", memory=free.peak_bytes, time_limit=10)
+    assert not found.short
+    here, without = found.solution.choice, 0
+    for variable, name in enumerate(every.names):
+        some = every.choices.candidates[variable]
+        for way in found.explain(name, time_limit=10):
+            index = some.index(way.degrees)
+            fitting = [
+                (choice, seconds)
+                for choice, seconds in plans
+                if choice[variable] == index and peak_bytes(every, choice) <= free.peak_bytes
+            ]
+            best = min((seconds for _, seconds in fitting), default=np.inf)
+            assert way.step_seconds <= best * (1 + 1e-8)
+            assert way.step_seconds == pytest.approx(best, rel=1e-8) or not way.exact
+            alone = (*here[:variable], index, *here[variable + 1 :])
+            assert way.alone_seconds == pytest.approx(dict(fitting).get(alone, np.inf))
+            without += not fitting
+    assert without
 
 
 def test_usual_plans_are_judged_by_their_peak() -> None:

@@ -214,11 +214,20 @@ def show_sensitivity(tried: Sequence[Tried], console: Console) -> None:
         )
     for one in tried:
         regret = "the same" if one.survives else f"{one.regret:.1%}"
+        regret += "" if one.proven else " (unproven)"
         table.add_row(one.rate, f"{one.share:.1f}", regret, str(one.changed))
     console.print(table)
     worst = max(tried, key=lambda one: one.regret)
     said = f"it depends most on {worst.rate}"
-    console.print("the plan survives all of them" if worst.survives else said)
+    unproven = sum(not one.proven for one in tried)
+    survives = "the plan survives all of them" + ", as far as was found" * bool(unproven)
+    console.print(survives if worst.survives else said)
+    if unproven:
+        explain(
+            f"unproven: {unproven} of {len(tried)} searches ended before they had proven the plan "
+            "that is the best there; --time-limit gives them more time",
+            console,
+        )
 
 
 def show_difference(found: Found, other: Priced, console: Console) -> None:

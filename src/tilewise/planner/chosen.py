@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from tilewise.planner.formulate import Formulation
 from tilewise.planner.solve import Moves
 
@@ -15,12 +13,12 @@ def chosen_moves(found: Formulation, choice: Sequence[int]) -> dict[str, list[Mo
     out: dict[str, list[Moves]] = {}
     for value, readers in found.readers.items():
         moves = found.moves[value]
-        source = moves.leaves[[choice[found.choices.places[value].owner]]]
+        source = int(moves.leaves[choice[found.choices.places[value].owner]])
         seen: set[int] = set()
         for reader, wants in zip(readers, moves.wants, strict=True):
             label = int(wants[choice[reader.variable]])
             if label in seen:
                 continue
             seen.add(label)
-            out.setdefault(reader.node.name, []).append(moves(source, np.array([label])))
+            out.setdefault(reader.node.name, []).append(moves.one(source, label)[0])
     return out

@@ -142,7 +142,7 @@ def _ways(found: Formulation, limited: Limited, variable: int, one: Prices) -> l
     kept, chosen = order[:MOST_WAYS], limited.solution.choice[variable]
     if chosen not in kept:
         kept = [chosen, *kept[:-1]]
-    one = limited.judged(found, variable, one, kept)
+    one = limited.judged(variable, one, kept)
     some = found.choices.candidates[variable]
     return [
         {

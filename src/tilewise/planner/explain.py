@@ -31,8 +31,7 @@ class Alternative:
         compute_s, halo_s, exchange_s, sync_s: the layer's own costs, with its followers'.
         held_bytes: what the fullest rank keeps for backward of the layer and its followers.
         alone_seconds, alone_peak_bytes: step and memory if only this layer were changed; the step
-            is infinite where that is not allowed or does not fit. Where nothing had to be
-            limited, memory is no peak, but all that is held and the largest burst.
+            is infinite where that is not allowed or does not fit.
     """
 
     degrees: Degrees
@@ -77,7 +76,7 @@ def alternatives(
         solution=limited.solution,
         time_limit=time_limit,
     )
-    prices = limited.judged(found, variable, prices, range(len(prices.seconds)))
+    prices = limited.judged(variable, prices, range(len(prices.seconds)))
     members = [cost for name, cost in found.costs.items() if found.choices.owner[name] == variable]
     some = found.choices.candidates[variable]
     out = []

@@ -96,6 +96,7 @@ class MoveCosts:
         self.leaves: Ints = np.zeros(0, np.int64)
         self.copies = False
         self.shared_bytes = np.zeros(len(targets))
+        self._ones: dict[tuple[int, int], tuple[Moves, float, float]] = {}
         even = sources.even() and targets.even()
         work = len(sources) * len(targets) * setting.devices * max(len(value.shape), 1)
         scattered = sources.index is not None or targets.index is not None
@@ -171,6 +172,15 @@ class MoveCosts:
         """
         rows, columns = sources % len(self.sources), targets % len(self.targets)
         return self._looked_up(self._passing, rows, columns)
+
+    def one(self, source: int, target: int) -> tuple[Moves, float, float]:
+        """Return a single move, and what passes there and back; known the next time."""
+        key = source, target
+        if key not in self._ones:
+            pair = np.array([source]), np.array([target])
+            there, back = self.passing(*pair)
+            self._ones[key] = self(*pair), float(there[0, 0]), float(back[0, 0])
+        return self._ones[key]
 
     def beside(self, sources: Ints, targets: Ints) -> Both:
         """Return the seconds there and back from each of some sources to the target beside it."""

@@ -30,12 +30,14 @@ from tilewise.planner.cost import Setting, WholeStep
 from tilewise.planner.explain import Alternative, alternatives, left_out
 from tilewise.planner.formulate import Formulation, formulate
 from tilewise.planner.frontier import frontier
+from tilewise.planner.lighter import Lighter
 from tilewise.planner.machine import Machine, load_machine
+from tilewise.planner.moment import Sums
 from tilewise.planner.payload import Payload
 from tilewise.planner.places import decided
 from tilewise.planner.rows import Row, rows, together
 from tilewise.planner.sensitivity import Tried, sensitivity
-from tilewise.planner.solve import Cost, evaluate, solve
+from tilewise.planner.solve import Cost, Solution, evaluate, solve
 from tilewise.planner.timeline import Fullest, fullest, peak_bytes
 from tilewise.planner.within import Limited, Within
 
@@ -44,6 +46,10 @@ UNITS = {"": 1, "B": 1} | {
     for base, end in ((1000, "B"), (1024, "iB"))
     for power, prefix in enumerate("KMGT")
 }
+
+
+LOOK, LONGEST_LOOK = 0.05, 2.0
+"""Which part of the time, and how many seconds, to look for equally fast plans with less memory."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +106,32 @@ class Found:
                 return True
             return False
 
-        self.free = free = solve(problem, time_limit=self.time_limit, hints=hints, worth=fits)
+        free = solve(problem, time_limit=self.time_limit, hints=hints, worth=fits)
+        self.free = free = self._lighter(free)
         self.short = not fits(free.choice)
         if not self.short:
-            return Limited(free, problem)
-        return Within(self.formulation, self.memory_bytes, free, deadline).run([*hints, *fitting])
+            return Limited(Sums(self.formulation), self.memory_bytes, free, problem)
+        within = Within(self.formulation, self.memory_bytes, free, deadline)
+        limited = within.run([*hints, *fitting])
+        solution = self._lighter(limited.solution)
+        peak = peak_bytes(self.formulation, solution.choice)
+        return replace(limited, solution=replace(solution, peak_bytes=peak))
+
+    def _lighter(self, solution: Solution) -> Solution:
+        """Return a plan that is as fast and needs less memory, if a short look finds one."""
+        began = time.monotonic()
+        deadline = began + min(self.time_limit * LOOK, LONGEST_LOOK)
+        choice = Lighter(self.formulation)(solution.choice, deadline)
+        if choice == solution.choice:
+            return solution
+        cost = evaluate(self.formulation.problem, choice)
+        took = solution.solve_seconds + time.monotonic() - began
+        return replace(
+            solution,
+            choice=choice,
+            peak_bytes=cost.peak_bytes,
+            solve_seconds=took,
+        )
 
     @property
     def step_seconds(self) -> float:

@@ -29,17 +29,19 @@ RATES = (
 class Tried:
     """One rate times `share`: how much slower the plan is than the best one would be then.
 
-    At most so much, where memory was limited: the best one may not fit.
+    Where `proven`, it is at most so much: the best one may not fit. Otherwise the search there
+    ended before it had proven its plan the best, and a faster one may exist.
     """
 
     rate: str
     share: float
     regret: float
     changed: int
+    proven: bool
 
     @property
     def survives(self) -> bool:
-        """Whether the plan is still the best, up to one part in a thousand."""
+        """Whether no plan was found that is faster by more than one part in a thousand."""
         return self.regret < 1e-3
 
 
@@ -69,7 +71,7 @@ def sensitivity(
             best = solve(problem, cap, time_limit=share_of_time, hints=[choice])
             seconds = evaluate(other.problem, choice).seconds
             differs = sum(a != b for a, b in zip(choice, best.choice, strict=True))
-            yield Tried(rate, share, seconds / best.seconds - 1.0, differs)
+            yield Tried(rate, share, seconds / best.seconds - 1.0, differs, best.optimal)
 
 
 def scaled(machine: Machine, rate: str, share: float) -> Machine:

@@ -170,12 +170,11 @@ def _passing(
     forward, backward = np.zeros(len(names)), np.zeros(len(names))
     for value, readers in found.readers.items():
         moves = found.moves[value]
-        source = moves.leaves[[choice[found.choices.places[value].owner]]]
-        wanted = [wants[choice[r.variable]] for r, wants in zip(readers, moves.wants, strict=True)]
-        there, back = moves.passing(source, np.array(wanted))
-        for column, reader in enumerate(readers):
-            forward[place[reader.node.name]] += there[0, column]
-            backward[place[reader.node.name]] += back[0, column]
+        source = int(moves.leaves[choice[found.choices.places[value].owner]])
+        for reader, wants in zip(readers, moves.wants, strict=True):
+            _, there, back = moves.one(source, int(wants[choice[reader.variable]]))
+            forward[place[reader.node.name]] += there
+            backward[place[reader.node.name]] += back
     return forward, backward
 
 

@@ -52,38 +52,45 @@ Choice = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Limited:
-    """The plan that was found, and the limited problem that gave its bound.
+    """The plan that was found within a limit, and the problem that gave its bound.
 
-    Its cap is of the sums of some moments; without it nothing is limited.
+    The problem's cap is of the sums of some moments; without it nothing is limited there, as the
+    fastest plan of all fits.
     """
 
+    sums: Sums
+    limit: int
     solution: Solution
     problem: Problem
     cap: int | None = None
     moments: tuple[Moment, ...] = ()
 
-    def judged(
-        self, found: Formulation, variable: int, prices: Prices, which: Iterable[int]
-    ) -> Prices:
+    def judged(self, variable: int, prices: Prices, which: Iterable[int]) -> Prices:
         """Return prices of plans whose peak fits, where prices are of plans that keep some sums.
 
-        Those are lower bounds, and exact only where no plan keeps even these. What the step
-        would be if nothing else changed is found for the candidates in `which`.
+        Those are lower bounds. They stay exact where a plan that takes as long is known to fit, and
+        where no plan keeps even these sums. What the step would be if nothing else changed is found
+        for the candidates in `which`.
         """
-        if self.cap is None:
-            return prices
         solution, chosen = self.solution, self.solution.choice[variable]
-        seconds, exact = prices.seconds.copy(), np.isinf(prices.seconds)
+        none = self.sums.least[variable] >= self.limit + 1.01  # peaks are whole bytes
+        seconds = np.where(none, inf, prices.seconds)
         alone, held = np.full(len(seconds), inf), prices.alone_bytes.copy()
+        found = alone.copy()
         for index in which:
-            if np.isfinite(prices.alone[index]):
-                choice = (*solution.choice[:variable], index, *solution.choice[variable + 1 :])
-                held[index] = peak_bytes(found, choice)
-                if held[index] <= self.cap:
-                    alone[index] = prices.alone[index]
-        seconds[chosen] = solution.seconds if solution.optimal else solution.bound
-        exact[chosen] = solution.optimal
-        return Prices(seconds, np.where(exact, seconds, alone), exact, alone, held)
+            choice = (*solution.choice[:variable], index, *solution.choice[variable + 1 :])
+            held[index] = peak_bytes(self.sums.found, choice)
+            if held[index] <= self.limit:
+                alone[index] = found[index] = prices.alone[index]
+            if prices.found[index] < found[index] and index in prices.plans:
+                plan = prices.plans[index]
+                if peak_bytes(self.sums.found, plan) <= self.limit:
+                    found[index] = prices.found[index]
+        exact = np.isinf(seconds) | (found * (1.0 - 2.0 * TOLERANCE) <= seconds)
+        if solution.optimal:
+            seconds[chosen], exact[chosen] = solution.seconds, True
+        seconds = np.where(exact & np.isfinite(found), found, seconds)
+        return Prices(seconds, np.where(exact, seconds, found), exact, alone, held)
 
 
 class Within:
@@ -97,7 +104,7 @@ class Within:
         self._seen: dict[Choice, tuple[Cost, Moments]] = {}
         self._some: list[Moment] = []
         self._fuller: Moment | None = None
-        self._limited = Limited(free, found.problem)
+        self._limited = Limited(self.sums, limit, free, found.problem)
 
     def run(self, hints: Sequence[Choice]) -> Limited:
         """Return the best plan found, with what is proven of it.
@@ -188,7 +195,8 @@ class Within:
 
     def _take(self, problem: Problem, weights: Weights) -> None:
         solution = replace(self.free, weights=weights)
-        self._limited = Limited(solution, problem, self.limit, tuple(self._some))
+        some = tuple(self._some)
+        self._limited = Limited(self.sums, self.limit, solution, problem, self.limit, some)
 
     def _costs(self) -> Iterator[Cost]:
         """Yield what the plans seen cost, with the bytes of the moments that are limited."""

@@ -51,14 +51,15 @@ class InfeasibleError(PlanError):
         self.cap = cap
         self.least = least
         self.holders = tuple(holders)
-        why = f"is too small: the smallest plan needs at least {least.bound:,} bytes"
+        why = f"{'is' if least.bound > cap else 'seems'} too small: the smallest plan "
         if least.exact:
-            why = f"is too small: the smallest plan needs {least.peak_bytes:,} bytes"
-        elif least.bound <= cap:
-            why = (
-                f"seems too small: the smallest plan found needs {least.peak_bytes:,} bytes; "
-                f"{least.bound:,} or more are needed for certain"
-            )
+            why += f"needs {least.peak_bytes:,} bytes"
+        else:
+            why += f"found needs {least.peak_bytes:,} bytes"
+            # a proof that nothing fits says no more than that
+            only = least.bound == cap + 1
+            certain = f"more than {cap:,}" if only else f"{least.bound:,} or more"
+            why += f"; {certain} are needed for certain" if least.bound else ""
         names = ", ".join(f"{name} ({held:,})" for name, held in self.holders[:5])
         way_out = "more devices or a smaller batch"
         if not recompute:

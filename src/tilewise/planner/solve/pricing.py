@@ -10,8 +10,8 @@ consists of, so that one solution often settles the candidates of many variables
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -46,6 +46,7 @@ class Prices:
         alone: the time if only this variable is changed; infinite where that is not allowed or
             does not fit.
         alone_bytes: the memory if only this variable is changed.
+        plans: assignments that take `found`, where more than this variable is changed.
     """
 
     seconds: Floats
@@ -53,6 +54,7 @@ class Prices:
     exact: np.ndarray
     alone: Floats
     alone_bytes: Ints
+    plans: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 def price(
@@ -98,6 +100,7 @@ class Pricing:
         self.problem, self.cap, self.solution = know(problem), cap, solution
         limit = np.inf if cap is None else cap
         self._alone, self._peaks, self._best, self._low = [], [], [], []
+        self._plans: list[dict[int, tuple[int, ...]]] = [{} for _ in problem.variables]
         alone = Descent(self.problem, cap).alone(solution.choice)
         for seconds, peak in alone:
             known = np.where(peak > limit, np.inf, seconds)
@@ -112,7 +115,8 @@ class Pricing:
         """Return what is known of a variable's candidates by now."""
         exact = self._exact(v)
         seconds = np.where(exact, self._best[v], self._low[v])
-        return Prices(seconds, self._best[v], exact, self._alone[v], self._peaks[v])
+        alone, peaks, plans = self._alone[v], self._peaks[v], self._plans[v]
+        return Prices(seconds, self._best[v], exact, alone, peaks, plans)
 
     def bound(self, deadline: float) -> None:
         """Bound the price of all candidates from below, in a quarter of the time."""
@@ -212,6 +216,8 @@ class Pricing:
         return solver
 
     def _learn(self, choice: Sequence[int], seconds: float) -> None:
-        for best, low, k in zip(self._best, self._low, choice, strict=True):
-            best[k] = min(best[k], seconds)
+        plan = tuple(choice)
+        for best, low, plans, k in zip(self._best, self._low, self._plans, plan, strict=True):
+            if seconds < best[k]:
+                best[k], plans[k] = seconds, plan
             low[k] = min(low[k], best[k])
