@@ -21,17 +21,22 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.peak: int = 0
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._total: int = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = {storage._cdata for storage in _storages((args, kwargs))}
         out = func(*args, **kwargs)
-        self._live = {key: found for key, found in self._live.items() if not found[0].expired()}
         for storage in _storages(out):
             key = storage._cdata
             if key not in given and key not in self._live:
                 self._live[key] = (StorageWeakRef(storage), storage.nbytes())
-        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
+                self._total += storage.nbytes()
+        # looking at all of them is slow; until then a weak reference keeps a dead one's key taken
+        if self._total > self.peak:
+            self._live = {key: found for key, found in self._live.items() if not found[0].expired()}
+            self._total = sum(size for _, size in self._live.values())
+            self.peak = max(self.peak, self._total)
         return out
 
 

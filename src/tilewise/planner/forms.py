@@ -197,17 +197,22 @@ class Columns:
             self.answers[group] = [
                 ask(group, Degrees(**dict(zip(group, map(int, row))))) for row in columns[first]
             ]
+        self._uncut = ask("cf", Degrees())
         self._shares: dict[tuple[str, int, tuple[str, ...]], Floats] = {}
         self._lanes: dict[tuple[str, int], Lanes] = {}
 
     def share(self, name: str, index: int, groups: tuple[str, ...]) -> Floats:
-        """Multiply `need`, `give` or `out` of one operand or result over groups of letters."""
+        """Multiply `need`, `give` or `out` of one operand or result over groups of letters.
+
+        Every answer has all padding, which counts once: in the product over all groups.
+        """
         key = (name, index, groups)
         if key not in self._shares:
-            found = np.ones(len(self.table))
+            uncut = getattr(self._uncut, name)[index] or 1.0
+            found = np.full(len(self.table), uncut if groups == GROUPS else 1.0)
             for group in groups:
                 column = np.array([getattr(answer, name)[index] for answer in self.answers[group]])
-                found *= column[self.at[group]]
+                found *= column[self.at[group]] / uncut
             found.flags.writeable = False
             self._shares[key] = found
         return self._shares[key]

@@ -112,7 +112,7 @@ class Sums:
         run = self._run(moment.call)
         for index, (name, owner) in enumerate(zip(self._names, self._owners, strict=True)):
             cost = self.found.costs[name]
-            held[owner] += (self.found.setting.blocks - 1) * cost.block_bytes
+            held[owner] += (self.found.setting.blocks - 1) * cost.block_bytes + cost.given_bytes
             held[owner] += _at(cost, moment.phase, index, moment.call, run)
         for span in self.found.spans if moment.phase == "backward" else ():
             if span.first < moment.call < span.last:
@@ -143,7 +143,7 @@ class Sums:
 
 
 def _at(cost: NodeCost, phase: str, index: int, now: int, run: range = range(0)) -> Floats:
-    """Return what a call holds at a moment, but for parameters and states."""
+    """Return what a call holds at a moment, but for parameters, states and inputs."""
     if phase == "forward":
         return _forward(cost, index, now)
     if phase == "backward":
@@ -154,9 +154,8 @@ def _at(cost: NodeCost, phase: str, index: int, now: int, run: range = range(0))
 def _forward(cost: NodeCost, index: int, now: int) -> Floats:
     if index > now:
         return np.zeros_like(cost.again)
-    if index < now:
-        return cost.held_bytes
-    return cost.held_bytes + cost.inner_bytes + cost.workspace_bytes
+    kept = cost.held_bytes - cost.given_bytes
+    return kept if index < now else kept + cost.inner_bytes + cost.workspace_bytes
 
 
 def _backward(cost: NodeCost, index: int, now: int, run: range = range(0)) -> Floats:
@@ -164,13 +163,13 @@ def _backward(cost: NodeCost, index: int, now: int, run: range = range(0)) -> Fl
 
     With the call that is computed again, what its `run` of neighbours saves is there again.
     """
-    inner = cost.saved_bytes + cost.later_bytes
     if index == now:
-        return cost.given_bytes + cost.saved_bytes + cost.burst_bytes + cost.block_bytes
+        return cost.saved_bytes + cost.burst_bytes + cost.block_bytes
     if index > now:
-        given = cost.again * cost.given_bytes if index in run else 0.0
-        return cost.block_bytes + given
-    return np.where(cost.again * (index in run) > 0, cost.given_bytes + inner, cost.held_bytes)
+        return cost.block_bytes
+    inner = cost.saved_bytes + cost.later_bytes
+    kept = cost.held_bytes - cost.given_bytes
+    return np.where(cost.again * (index in run) > 0, inner, kept)
 
 
 def _copies(

@@ -3,14 +3,13 @@
 What the last layers keep is gone when backward reaches the first ones, and their gradients are not
 there yet when it begins. So each call is looked at in turn:
 
-    forward of call i     blocks and states + kept up to i + workspace of i + what passes while its
-                          operands are moved
-    backward of call i    blocks and states + kept up to i, but for results that only later calls
-                          keep + gradients from i on + gradients between calls (see spans.py)
-                          + burst of i and what passes while gradients of its operands move back,
-                          or after it a copy of the small gradients of the bucket that is complete
-                          then
-    optimizer             blocks and states + all gradients + temporaries of one parameter
+    always                blocks, states and the network's inputs, which whoever trains holds on to
+    forward of call i     kept up to i + workspace of i + what passes while its operands are moved
+    backward of call i    kept up to i, but for results that only later calls keep + gradients from
+                          i on + gradients between calls (see spans.py) + burst of i and what passes
+                          while gradients of its operands move back, or after it a copy of the small
+                          gradients of the bucket that is complete then
+    optimizer             all gradients + temporaries of one parameter
 
 A stretch that is computed again keeps only what it reads. In its backward all that its calls save
 is there, up to the call that backward has come to.
@@ -30,7 +29,7 @@ from tilewise.planner.formulate import Formulation
 
 PHASES = ("forward", "backward", "optimizer")
 KINDS = ("parameters", "gradients", "states", "kept", "passing")
-"""What bytes are of: gradients are those of parameters, activations are kept for backward."""
+"""What bytes are of: gradients are those of parameters, kept are activations and inputs."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,9 @@ def moments(found: Formulation, choice: Sequence[int]) -> Moments:
 def by_kind(found: Formulation, choice: Sequence[int]) -> NDArray[np.float64]:
     """Return what the fullest rank holds in each phase, of each kind, at each call."""
     names, again = found.called, _again(found, choice)
-    saved, later, left, moved, burst, workspace, block, copy, shared = _columns(found, choice)
+    given, saved, later, left, moved, burst, workspace, block, copy, shared = _columns(
+        found, choice
+    )
     inner = saved + later
     held = np.zeros((len(PHASES), len(KINDS), len(names)))
     parameters, gradients, states, kept, passing = held.swapaxes(0, 1)
@@ -115,7 +116,8 @@ def by_kind(found: Formulation, choice: Sequence[int]) -> NDArray[np.float64]:
     gradients[1] = np.cumsum(block[::-1])[::-1]
     gradients[2] = block.sum()
     states[:] = block.sum() * (found.setting.blocks - 2)
-    kept[0] = np.cumsum(np.where(again, left, inner) + moved)
+    kept[:] = given.sum()
+    kept[0] += np.cumsum(np.where(again, left, inner) + moved)
     kept[1] = kept[0] - np.where(again, left, later)
     forward, backward = _passing(found, choice, names)
     passing[0] = np.where(again, inner, 0.0) + workspace + forward
@@ -136,14 +138,15 @@ def _columns(found: Formulation, choice: Sequence[int]) -> NDArray[np.float64]:
         name: sum(int(cost.held[0, 0]) for cost in costs)
         for name, costs in chosen_moves(found, choice).items()
     }
-    columns = np.zeros((9, len(found.called)))
+    columns = np.zeros((10, len(found.called)))
     for index, name in enumerate(found.called):
         cost, k = found.costs[name], choice[found.choices.owner[name]]
         columns[:, index] = (
+            cost.given_bytes[k],
             cost.saved_bytes[k],
             cost.later_bytes[k],
             cost.left_bytes[k],
-            cost.given_bytes[k] + copies.get(name, 0),
+            copies.get(name, 0),
             cost.burst_bytes[k],
             cost.workspace_bytes[k],
             cost.block_bytes[k],
