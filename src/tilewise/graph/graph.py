@@ -120,6 +120,17 @@ class Program:
                 found.setdefault(value, []).append(node)
         return found
 
+    def first_uses(self) -> dict[str, list[Value]]:
+        """Return for each node the parameters that no node before it reads."""
+        seen: set[str] = set()
+        found: dict[str, list[Value]] = {}
+        for node in self.nodes:
+            for value in node.values():
+                if value.origin == "parameter" and str(value.source) not in seen:
+                    seen.add(str(value.source))
+                    found.setdefault(node.name, []).append(value)
+        return found
+
     def producers(self) -> dict[Value, Node]:
         """Return for each computed value the node that makes it."""
         return {value: node for node in self.nodes for value in node.outs}

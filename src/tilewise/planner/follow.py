@@ -21,11 +21,11 @@ from tilewise.planner.candidates import LETTERS
 from tilewise.planner.cost import (
     PASSES,
     VIEWS,
+    Block,
     Floats,
     Ints,
     NodeCost,
     Setting,
-    add_parameters,
     mean_channels,
     memory_s,
 )
@@ -43,12 +43,14 @@ SIMPLE = {"batch_norm", "dropout", "to", "type_as", "to_copy"}
 class Followed:
     """A call that follows: its cost by candidate, where its results lie, and its other operands.
 
-    `wants` holds, for each operand but the one it follows, the layouts that the candidates want.
+    `wants` holds, for each operand but the one it follows, the layouts that the candidates want,
+    `blocks` what it needs of parameters.
     """
 
     cost: NodeCost
     places: list[Place]
     wants: dict[Value, Layouts]
+    blocks: list[Block]
 
 
 def simple(node: Node, operand: Value) -> bool:
@@ -83,9 +85,8 @@ def follow_simple(
         statistics = _statistics_s(channels, others, table, setting)
         cost.exchange_forward += statistics
         cost.exchange_backward += statistics * (node.values()[0] in grads)
-    blocks = [(channels, others, v) for v in node.values() if v.origin == "parameter"]
-    add_parameters(cost, blocks, table, setting)
-    return Followed(cost, [place], {})
+    blocks = [Block(v, channels, others) for v in node.values() if v.origin == "parameter"]
+    return Followed(cost, [place], {}, blocks)
 
 
 def _statistics_s(channels: Floats, sharers: Ints, table: Ints, setting: Setting) -> Floats:
@@ -119,14 +120,13 @@ def follow(
     cost.burst_bytes += np.array([row.burst for row in rows])[place.where]
     cost.saved_bytes += np.array([row.beside for row in rows])[place.where]
     blocks = [
-        (
+        Block(
+            value,
             np.array([row.blocks[i][0] for row in rows], np.float64)[place.where],
             np.array([row.blocks[i][1] for row in rows], np.int64)[place.where],
-            rows[0].blocks[i][2],
         )
-        for i in range(len(rows[0].blocks))
+        for i, (_, _, value) in enumerate(rows[0].blocks)
     ]
-    add_parameters(cost, blocks, table, setting)
     places = []
     for index in range(len(node.outs)):
         layouts, where = Layouts.of_layouts([row.outs[index] for row in rows]).distinct()
@@ -135,7 +135,7 @@ def follow(
         value: Layouts.of_layouts([row.wants[value] for row in rows]).take(place.where)
         for value in rows[0].wants
     }
-    return Followed(cost, places, wants)
+    return Followed(cost, places, wants, blocks)
 
 
 class _Asked:

@@ -23,7 +23,7 @@ from tilewise.graph.sync import BUCKET_BYTES
 from tilewise.layout import Degrees, Layout
 from tilewise.plan import Layer, Plan
 from tilewise.planner.calls import SplitCall, described, key_of, list_calls, use_measured
-from tilewise.planner.cost import NodeCost, Setting, node_cost
+from tilewise.planner.cost import Block, NodeCost, Setting, add_parameters, blocks_of, node_cost
 from tilewise.planner.follow import follow, follow_simple, simple
 from tilewise.planner.forms import Form, Known
 from tilewise.planner.layouts import Layouts
@@ -144,6 +144,7 @@ class _Walk:
         self.known = Known()
         self.kept: set[Value] = set()
         self.outside: set[Value] = set()
+        self.uses: dict[str, dict[str, Block]] = {}
 
     def run(self) -> None:
         program = self.choices.program
@@ -160,6 +161,7 @@ class _Walk:
                 self._decide(node)
             else:
                 self._follow(node)
+        self._charge_parameters()
         self._outputs()
         self._hold()
         found = self.found
@@ -176,6 +178,7 @@ class _Walk:
             self._measured(node, cost, splits, np.arange(len(some)))
         self.choices.owner[node.name] = variable
         self.found.costs[node.name] = cost
+        self._use(node, blocks_of(form))
         for index, value in enumerate(form.operands):
             if value.held or value not in self.places:
                 continue
@@ -215,6 +218,7 @@ class _Walk:
             found = follow(node, operand, place, self.named, table, self.setting, grads=self.grads)
         self.choices.owner[node.name] = place.owner
         self.found.costs[node.name] = found.cost
+        self._use(node, found.blocks)
         if self._by_call:
             layouts = [place.layouts.layout_at(row) for row in range(len(place.layouts))]
             self._measured(node, found.cost, layouts, place.where, operand)
@@ -228,6 +232,34 @@ class _Walk:
         if pinned is None and keeps(node).operands:
             self._keep(operand, node)
         self._note_results(node)
+
+    def _use(self, node: Node, blocks: list[Block]) -> None:
+        """Note the parameters that a call uses."""
+        for block in blocks:
+            self.uses.setdefault(str(block.parameter.source), {})[node.name] = block
+
+    def _charge_parameters(self) -> None:
+        """Charge each parameter once, however many calls use it.
+
+        Its gradient is there from the backward of the last one on. That of any other one makes
+        another gradient, and the sum of both. It is summed over ranks in a copy, whatever its size
+        (see graph/sync.py), which simulations still have when the optimizer begins.
+        """
+        costs, itemsize = self.found.costs, self.setting.itemsize
+        first: dict[str, list[Block]] = {}
+        for uses in self.uses.values():
+            name, block = next(iter(uses.items()))
+            first.setdefault(name, []).append(block)
+            *others, last = uses
+            costs[last].gradient_bytes += uses[last].elements * itemsize
+            for name in others:
+                costs[name].burst_bytes += 2 * uses[name].elements * itemsize
+        for name, blocks in first.items():
+            add_parameters(costs[name], blocks, self.setting)
+            for block in blocks:
+                if len(self.uses[str(block.parameter.source)]) > 1:
+                    copied = np.where(block.sharers > 1, block.elements, 0.0)
+                    costs[name].copy_bytes += copied * itemsize
 
     @property
     def _by_call(self) -> bool:
@@ -394,8 +426,8 @@ def _problem(found: Formulation) -> Problem:
         burst = burst + sum(c.inner_bytes for c in costs)
         sync = np.asarray(sum(cost.sync for cost in costs))
         burst = burst + np.where(sync > 0, bucket, 0.0)
-        blocks = found.setting.blocks
-        held = sum(c.held_bytes + blocks * c.block_bytes for c in costs)
+        states = found.setting.states
+        held = sum(c.held_bytes + c.block_bytes + (1 + states) * c.trained_bytes for c in costs)
         variables.append(
             Variable.of(
                 name,
