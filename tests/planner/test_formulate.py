@@ -238,3 +238,40 @@ def test_a_shared_parameter_counts_once(devices: int, degrees: str, optimizer: s
     assert run.agreement.step_ratio == pytest.approx(1.0, rel=0.02)
     if degrees != "f4":
         assert run.agreement.peak_ratio == pytest.approx(1.0, rel=0.08)
+
+
+class Transferred(nn.Module):
+    """A trained head, on a body that is frozen; or a frozen middle between trained layers."""
+
+    def __init__(self, trained_stem: bool) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(4, 64, 3, padding=1).requires_grad_(trained_stem)
+        self.body = nn.Conv2d(64, 64, 3, padding=1).requires_grad_(False)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.body(self.stem(x).relu()).relu().mean((2, 3)))
+        return out
+
+
+@pytest.mark.parametrize("trained_stem", [False, True])
+@pytest.mark.parametrize(("devices", "degrees"), [(1, "1"), (4, "n4"), (4, "n2 h2")])
+def test_frozen_parameters_are_not_trained(devices: int, degrees: str, trained_stem: bool) -> None:
+    model = Transferred(trained_stem)
+    graph = capture(model, (torch.zeros(4, 4, 8, 8),))
+    plan = Plan.uniform(graph, degrees)
+    simulated = simulate(model, graph, plan, devices=devices, machine=ONE_NODE, ranks=(0,))
+    found = formulate(graph, simulated.setting, pins=plan.layers)
+    table = together(rows(found, found.choice(plan), planned(graph, plan, devices)))
+    trained = 4 * sum(one.numel() for one in model.parameters() if one.requires_grad)
+    assert table["parameters"] == 4 * sum(one.numel() for one in model.parameters())
+    assert table["gradients"] == trained
+    assert table["states"] == simulated.runs[0].state_bytes == 2 * trained
+    body = found.costs["body"]
+    assert float(body.sync[0]) == float(body.optimizer[0]) == 0.0
+    assert (float(body.compute_backward[0]) > 0) == trained_stem
+    updates = sum(float(cost.optimizer[0]) for cost in found.costs.values())
+    assert updates == pytest.approx(simulated.timeline.optimizer_s)
+    assert simulated.agreement.differences == ()
+    assert simulated.agreement.step_ratio == pytest.approx(1.0, rel=0.02)
+    assert simulated.agreement.peak_ratio == pytest.approx(1.0, rel=0.08)

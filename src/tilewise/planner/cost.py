@@ -57,10 +57,10 @@ class NodeCost:
 
     Bytes are those of the fullest rank: `given` of the network's inputs, `saved` for the call's own
     backward, `later` of results that only calls after it save, `burst` while its backward runs, of
-    which `workspace` is there forward too, `block` of its parameters, `trained` of those that have
-    gradients and states, and `copy` of what is made of them while gradients are summed and the
-    optimizer runs. A parameter counts for the first call that uses it; `gradient` are the bytes
-    that are there from the call's backward on, so they count for the last one.
+    which `workspace` is there forward too (for a call without gradients that is all), `block` of
+    its parameters, `trained` of those that have gradients and states, and `copy` of what is made of
+    them while gradients are summed and the optimizer runs. A parameter counts for the first call
+    that uses it; `gradient` bytes are there from the call's backward on, so for the last one.
 
     `again` is 1 where the call's stretch is computed again in backward: then saved and later bytes
     are there only meanwhile, and `left` are those that stay.
@@ -204,7 +204,7 @@ def node_cost(form: Form, setting: Setting, *, grads: set[Value]) -> NodeCost:
             cost.exchange_backward += swap_s(back, setting, setting.size(value))
             buffers.backward(back.received * setting.size(value))
     _add_compute(cost, form, setting, moving, grads)
-    buffers.add_to(cost)
+    buffers.add_to(cost, backward=any(out in grads for out in node.outs))
     return cost
 
 
@@ -243,9 +243,10 @@ class _Buffers:
     def backward(self, received: Floats) -> None:
         self.back = np.maximum(self.back, 2 * received)
 
-    def add_to(self, cost: NodeCost) -> None:
+    def add_to(self, cost: NodeCost, *, backward: bool) -> None:
         cost.workspace_bytes += self.forth
-        cost.burst_bytes[:] = np.maximum(cost.burst_bytes + self.back, cost.workspace_bytes)
+        if backward:
+            cost.burst_bytes[:] = np.maximum(cost.burst_bytes + self.back, cost.workspace_bytes)
 
 
 def _add_compute(
@@ -269,7 +270,19 @@ def _add_compute(
     forward, backward = _workspace(form, setting, brought, given)
     joined = np.where(form.rim(), brought, 0.0)
     cost.workspace_bytes += forward + joined
-    cost.burst_bytes += given + brought * back + backward + joined
+    has = any(out in grads for out in node.outs)
+    factors = form.operands[1:3] if node.kind == "addmm" else form.operands[:2]
+    gradients = has * sum(value in grads or value.trained for value in factors)
+    if not has:
+        for name, some in (("need", moving), ("out", enumerate(node.outs))):
+            for i, value in some:
+                if value.origin != "input":
+                    share = form.share(name, i) * prod(value.shape)
+                    cost.workspace_bytes += share * setting.size(value)
+    elif gradients > back or not node.flops:
+        cost.burst_bytes += given + brought * back + backward + joined
+    else:  # the weight has none
+        cost.burst_bytes += given + brought * back + forward + joined
     if not node.flops:
         cost.compute_forward += memory_s(machine, brought + given)
         cost.compute_backward += back * memory_s(machine, brought + given)
@@ -287,8 +300,8 @@ def _add_compute(
     cost.compute_forward += np.maximum(arithmetic + machine.call_s, moved)
     rate = machine.rates(setting.dtype).backward_share
     once = np.maximum(arithmetic / rate + machine.call_s, moved)
-    cost.compute_backward += once * (1 + back)
-    _use_measured(cost, form, setting)
+    cost.compute_backward += once * gradients
+    _use_measured(cost, form, setting, has)
 
 
 def _workspace(
@@ -312,7 +325,7 @@ def _workspace(
     return one, np.where(channels >= block, operand + result, one)
 
 
-def _use_measured(cost: NodeCost, form: Form, setting: Setting) -> None:
+def _use_measured(cost: NodeCost, form: Form, setting: Setting, backward: bool) -> None:
     """Put measured times of local shapes in place of the model's where the machine has them."""
     measured = setting.machine.measured
     if not measured:
@@ -327,7 +340,7 @@ def _use_measured(cost: NodeCost, form: Form, setting: Setting) -> None:
         if alike and (kind, dtype, given) == (form.node.kind, setting.dtype, options):
             where = (rows == row).all(1)
             cost.compute_forward[where] = found.forward_s
-            cost.compute_backward[where] = found.backward_s
+            cost.compute_backward[where] = backward * found.backward_s
 
 
 def local_extents(form: Form, index: int) -> Ints:
@@ -374,8 +387,12 @@ def memory_s(machine: Machine, moved_bytes: Floats) -> Floats:
 def add_parameters(cost: NodeCost, blocks: Sequence[Block], setting: Setting) -> None:
     """Add gradient sums, the optimizer and what is held for blocks of parameters.
 
-    Sums travel in buckets: a layer pays for its share of one.
+    Those that are not trained are only held. Sums travel in buckets: a layer pays for its share of
+    one.
     """
+    for block in blocks:
+        cost.block_bytes += block.elements * setting.itemsize
+    blocks = [block for block in blocks if block.parameter.trained]
     if not blocks:
         return
     total = sum((block.elements for block in blocks), np.zeros_like(cost.sync))
@@ -387,7 +404,6 @@ def add_parameters(cost: NodeCost, blocks: Sequence[Block], setting: Setting) ->
     bucket = np.maximum(summed, float(setting.bucket_bytes))
     cost.sync += sum_s(setting.machine, bucket, sharers, span) * summed / bucket
     cost.optimizer += memory_s(setting.machine, held * (3 + 2 * setting.states))
-    cost.block_bytes += held
     cost.trained_bytes += held
     largest = np.max([block.elements for block in blocks], axis=0) * setting.itemsize
     # while a gradient is summed there is a copy of it, and afterwards the optimizer's temporaries

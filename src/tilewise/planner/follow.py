@@ -75,8 +75,10 @@ def follow_simple(
         cost.compute_forward += memory_s(setting.machine, forward * size)
         if node.out in grads:
             cost.compute_backward += memory_s(setting.machine, backward * size)
-        cost.burst_bytes += 2 * size
-    cost.saved_bytes += local * keeps(node).beside_bytes
+            cost.burst_bytes += 2 * size
+        else:
+            cost.workspace_bytes += 2 * size
+    cost.saved_bytes += local * keeps(node, grads).beside_bytes
     channel = 1 if len(node.out.shape) > 1 else 0
     parts = place.layouts.parts[place.where]
     channels = np.ceil(node.out.shape[channel] / parts[:, channel])
@@ -117,7 +119,9 @@ def follow(
     for name in ("compute_forward", "compute_backward", "exchange_forward", "exchange_backward"):
         column = getattr(cost, name)
         column += np.array([getattr(row, name) for row in rows])[place.where]
-    cost.burst_bytes += np.array([row.burst for row in rows])[place.where]
+    has = any(out in grads for out in node.outs)
+    passing = cost.burst_bytes if has else cost.workspace_bytes
+    passing += np.array([row.burst for row in rows])[place.where]
     cost.saved_bytes += np.array([row.beside for row in rows])[place.where]
     blocks = [
         Block(
@@ -191,7 +195,7 @@ class _Asked:
             forth_s, back_s = _product_s(node, lowered, setting, moved, grads)
             self.compute_forward, self.compute_backward = forth_s, has * back_s
         self.burst = 0.0 if still else 2.0 * local
-        self.beside = keeps(node).beside_bytes * float(_largest(Cover.of(operation.outs[0])))
+        self.beside = keeps(node, grads).beside_bytes * float(_largest(Cover.of(operation.outs[0])))
 
 
 def _product_s(
@@ -212,7 +216,7 @@ def _product_s(
     arithmetic = float(machine.arithmetic_s(node.kind, setting.dtype, flops, channels))
     moved = float(memory_s(machine, np.array(moved_bytes)))
     back = arithmetic / machine.rates(setting.dtype).backward_share
-    gradients = sum(value in grads or value.origin == "parameter" for value in factors)
+    gradients = sum(value in grads or value.trained for value in factors)
     return max(arithmetic + machine.call_s, moved), gradients * max(back + machine.call_s, moved)
 
 

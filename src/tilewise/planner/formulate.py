@@ -190,7 +190,7 @@ class _Walk:
             halo = (swap.received > 0) & ~rim
             copy = form.share("need", index) * prod(value.shape)
             self._read(node, variable, value, wants, halo)
-            if keeps(node).operands:
+            if keeps(node, self.grads).operands:
                 # a copy with neighbours' rows, or those apart; whether the operand stays, see _hold
                 copy = np.where(halo, copy, np.where(rim, swap.received, 0.0))
                 cost.saved_bytes += copy * self.setting.size(value)
@@ -198,7 +198,7 @@ class _Walk:
             text = self.named[out]
             place = place_of(out, variable, some, text, self.setting.devices)
             self.places[out] = place
-            cost.saved_bytes += place.local * keeps(node).beside_bytes
+            cost.saved_bytes += place.local * keeps(node, self.grads).beside_bytes
         self._note_results(node)
 
     def _follow(self, node: Node) -> None:
@@ -229,7 +229,7 @@ class _Walk:
             if value in self.places:
                 self._read(node, place.owner, value, wants, np.zeros(len(table), bool))
         self.places.update(zip(node.outs, found.places, strict=True))
-        if pinned is None and keeps(node).operands:
+        if pinned is None and keeps(node, self.grads).operands:
             self._keep(operand, node)
         self._note_results(node)
 
@@ -250,6 +250,8 @@ class _Walk:
         for uses in self.uses.values():
             name, block = next(iter(uses.items()))
             first.setdefault(name, []).append(block)
+            if not block.parameter.trained:
+                continue
             *others, last = uses
             costs[last].gradient_bytes += uses[last].elements * itemsize
             for name in others:
@@ -257,7 +259,8 @@ class _Walk:
         for name, blocks in first.items():
             add_parameters(costs[name], blocks, self.setting)
             for block in blocks:
-                if len(self.uses[str(block.parameter.source)]) > 1:
+                shared = len(self.uses[str(block.parameter.source)]) > 1
+                if shared and block.parameter.trained:
                     copied = np.where(block.sharers > 1, block.elements, 0.0)
                     costs[name].copy_bytes += copied * itemsize
 
@@ -285,7 +288,7 @@ class _Walk:
             )
 
     def _note_results(self, node: Node) -> None:
-        if keeps(node).results:
+        if keeps(node, self.grads).results:
             self.kept.update(node.outs)
 
     def _keep(self, value: Value, node: Node) -> None:
@@ -304,7 +307,7 @@ class _Walk:
     ) -> None:
         """Note a reader of a tensor; one of the tensor's own variable pays for the move itself."""
         place = self.places[value]
-        stays = keeps(node, split=bool(halo.all())).operands
+        stays = keeps(node, self.grads, split=bool(halo.all())).operands
         if place.owner != variable:
             reader = Reader(node, variable, wants, stays, halo)
             self.found.readers.setdefault(value, []).append(reader)
@@ -344,7 +347,7 @@ class _Walk:
         for value, place in self.places.items():
             readers = self.found.readers.get(value, [])
             keepers = [reader for reader in readers if reader.keeps]
-            always = [reader for reader in keepers if keeps(reader.node).operands]
+            always = [reader for reader in keepers if keeps(reader.node, self.grads).operands]
             keepers = always or keepers
             size = place.local * self.setting.size(value)
             maker = makers.get(value)
@@ -353,7 +356,8 @@ class _Walk:
                     self.found.costs[self._charged(value, first)].given_bytes += size
                 else:
                     cost = self.found.costs[maker.name]
-                    saved = cost.saved_bytes if keeps(maker).results else cost.later_bytes
+                    own = keeps(maker, self.grads).results
+                    saved = cost.saved_bytes if own else cost.later_bytes
                     # what its stretch keeps, if that is computed again, is there only meanwhile
                     saved += size if value in self.kept else np.where(cost.again > 0, 0.0, size)
                     if value in self.outside or len(keepers) > 1:
@@ -399,7 +403,8 @@ class _Walk:
             if not leaves and all(name in stretch for name in readers.get(value, ())):
                 continue
             size = place.local * self.setting.size(value)
-            written = maker.in_place is not None and not keeps(maker, in_place=False).results
+            anew = keeps(maker, self.grads, in_place=False)
+            written = maker.in_place is not None and not anew.results
             beside = 1.0 if written or value not in self.kept else 0.0
             for name in stretch:
                 cost = self.found.costs.get(name)
@@ -422,7 +427,8 @@ def _problem(found: Formulation) -> Problem:
     bucket = _largest_bucket(found)
     variables = []
     for name, costs in zip(found.names, members, strict=True):
-        burst = np.max([np.maximum(c.burst_bytes, c.copy_bytes) for c in costs], axis=0)
+        passing = [(c.burst_bytes, c.workspace_bytes, c.copy_bytes) for c in costs]
+        burst = np.max(passing, axis=(0, 1))
         burst = burst + sum(c.inner_bytes for c in costs)
         sync = np.asarray(sum(cost.sync for cost in costs))
         burst = burst + np.where(sync > 0, bucket, 0.0)
@@ -460,12 +466,12 @@ def _parameter_bytes(graph: Graph, setting: Setting) -> int:
 
 
 def _parameter_sizes(graph: Graph, setting: Setting) -> dict[str, int]:
-    """Return the bytes of every parameter."""
+    """Return the bytes of every trained parameter."""
     return {
         str(value.source): prod(value.shape) * setting.itemsize
         for node in graph.training.nodes
         for value in node.values()
-        if value.origin == "parameter"
+        if value.trained
     }
 
 

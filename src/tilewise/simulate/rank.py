@@ -113,7 +113,7 @@ def run_rank(
         ]
     parameters, others = list(split.parameters()), [*split.buffers(), *slabs]
     blocks = sum(map(_bytes, parameters))
-    states = STATES[optimizer] * blocks
+    states = STATES[optimizer] * sum(_bytes(p) for p in parameters if p.requires_grad)
     recorder = Recorder([*parameters, *others], always_bytes=states)
     mesh.recorder = executable.recorder = recorder
     with fake, recorder:
