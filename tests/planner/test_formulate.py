@@ -20,10 +20,11 @@ from tilewise.planner.cost import Setting
 from tilewise.planner.formulate import Formulation, formulate
 from tilewise.planner.machine import load_machine
 from tilewise.planner.payload import Payload
-from tilewise.planner.price import traffic_s
+from tilewise.planner.price import sum_s, traffic_s
 from tilewise.planner.rows import rows, together
 from tilewise.planner.solve import evaluate
 from tilewise.planner.timeline import KINDS, fullest, peak_bytes
+from tilewise.simulate import simulate
 
 ONE_NODE = load_machine("lassen").model_copy(update={"devices_per_node": 64, "overlap_halo": 0.0})
 
@@ -185,3 +186,92 @@ def test_what_a_plan_holds_does_not_depend_on_other_candidates(name: str) -> Non
         assert evaluate(alone.problem, only).seconds == pytest.approx(seconds, rel=1e-9)
         peak = peak_bytes(alone, only)
         assert peak <= peak_bytes(found, choice) <= peak * (1.0 if name != "unet" else 1.05)
+
+
+class Repeated(nn.Module):
+    """One convolution that is applied four times, and so is all that it holds."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(4, channels, 3, padding=1)
+        self.again = nn.Conv2d(channels, channels, 3, padding=1)
+        self.norm = nn.BatchNorm2d(channels, track_running_stats=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(4):
+            x = self.norm(self.again(x)).relu()
+        return x
+
+
+def shared_seconds(payload: Payload, devices: int) -> float:
+    """Price the sums of what a rank brings to them, in one bucket."""
+    summed = sum(one.bytes for one in payload.shared) / devices
+    bucket = summed - 4 * len(payload.shared)
+    everybody = np.array(float(devices))
+    return float(sum_s(ONE_NODE, np.array(bucket), everybody, everybody)) * summed / bucket
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize(("devices", "degrees"), [(1, "1"), (4, "n4"), (4, "n2 h2"), (4, "f4")])
+def test_a_shared_parameter_counts_once(devices: int, degrees: str, optimizer: str) -> None:
+    model = Repeated(64)
+    graph = capture(model, (torch.zeros(4, 4, 8, 8),))
+    plan = Plan.uniform(graph, degrees)
+    simulated = simulate(
+        model, graph, plan, devices=devices, machine=ONE_NODE, optimizer=optimizer, ranks=(0,)
+    )
+    found = formulate(graph, simulated.setting, pins=plan.layers)
+    choice = found.choice(plan)
+    table = together(rows(found, choice, planned(graph, plan, devices)))
+    blocks, run = simulated.runs[0].block_bytes, simulated
+    if devices == 1:
+        assert blocks == 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert table["parameters"] == table["gradients"] == blocks
+    assert table["states"] == {"sgd": 0, "adam": 2}[optimizer] * blocks
+    updates = sum(float(cost.optimizer[0]) for cost in found.costs.values())
+    assert updates == pytest.approx(run.timeline.optimizer_s)
+    if "n" in degrees:
+        summed = sum(float(cost.sync[0]) for cost in found.costs.values())
+        assert summed == pytest.approx(shared_seconds(planned(graph, plan, devices), devices))
+    assert run.agreement.bytes_equal
+    assert run.agreement.step_ratio == pytest.approx(1.0, rel=0.02)
+    if degrees != "f4":
+        assert run.agreement.peak_ratio == pytest.approx(1.0, rel=0.08)
+
+
+class Transferred(nn.Module):
+    """A trained head, on a body that is frozen; or a frozen middle between trained layers."""
+
+    def __init__(self, trained_stem: bool) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(4, 64, 3, padding=1).requires_grad_(trained_stem)
+        self.body = nn.Conv2d(64, 64, 3, padding=1).requires_grad_(False)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.body(self.stem(x).relu()).relu().mean((2, 3)))
+        return out
+
+
+@pytest.mark.parametrize("trained_stem", [False, True])
+@pytest.mark.parametrize(("devices", "degrees"), [(1, "1"), (4, "n4"), (4, "n2 h2")])
+def test_frozen_parameters_are_not_trained(devices: int, degrees: str, trained_stem: bool) -> None:
+    model = Transferred(trained_stem)
+    graph = capture(model, (torch.zeros(4, 4, 8, 8),))
+    plan = Plan.uniform(graph, degrees)
+    simulated = simulate(model, graph, plan, devices=devices, machine=ONE_NODE, ranks=(0,))
+    found = formulate(graph, simulated.setting, pins=plan.layers)
+    table = together(rows(found, found.choice(plan), planned(graph, plan, devices)))
+    trained = 4 * sum(one.numel() for one in model.parameters() if one.requires_grad)
+    assert table["parameters"] == 4 * sum(one.numel() for one in model.parameters())
+    assert table["gradients"] == trained
+    assert table["states"] == simulated.runs[0].state_bytes == 2 * trained
+    body = found.costs["body"]
+    assert float(body.sync[0]) == float(body.optimizer[0]) == 0.0
+    assert (float(body.compute_backward[0]) > 0) == trained_stem
+    updates = sum(float(cost.optimizer[0]) for cost in found.costs.values())
+    assert updates == pytest.approx(simulated.timeline.optimizer_s)
+    assert simulated.agreement.differences == ()
+    assert simulated.agreement.step_ratio == pytest.approx(1.0, rel=0.02)
+    assert simulated.agreement.peak_ratio == pytest.approx(1.0, rel=0.08)

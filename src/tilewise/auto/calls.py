@@ -176,7 +176,7 @@ def _time(
     has = dict(zip(node.values(), one.grads))
     leaves = [
         drawn(value, need.cover if source is None else source, mesh.rank, device).requires_grad_(
-            value.origin == "parameter" or has.get(value, False)
+            value.trained or has.get(value, False)
         )
         for value, need, source in zip(lowered.operands, operation.needs, sources, strict=True)
     ]

@@ -76,7 +76,12 @@ class Tracer:
         leaves = {
             path for path, module in self.template.named_modules() if not list(module.children())
         }
-        return Reader(exported, leaves, self.cumulative).program()
+        trained = {
+            name
+            for name, parameter in self.template.named_parameters(remove_duplicate=False)
+            if parameter.requires_grad
+        }
+        return Reader(exported, leaves, self.cumulative, trained).program()
 
     def _untraceable(self, inputs: tuple[Any, ...], error: Exception) -> CaptureError:
         return CaptureError(

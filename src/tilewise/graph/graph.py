@@ -15,7 +15,8 @@ from torch.utils._pytree import TreeSpec, tree_map
 class Value:
     """A tensor of the program: an input, a parameter, a buffer, a constant or a result.
 
-    `source` is the parameter's or buffer's name in the model, or the input's position.
+    `source` is the parameter's or buffer's name in the model, or the input's position; `trained`,
+    whether a parameter had gradients when the model was captured.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Value:
     origin: str
     source: str | int | None = None
     constant: torch.Tensor | None = None
+    trained: bool = False
 
     @property
     def held(self) -> bool:
@@ -118,6 +120,17 @@ class Program:
         for node in self.nodes:
             for value in node.values():
                 found.setdefault(value, []).append(node)
+        return found
+
+    def first_uses(self) -> dict[str, list[Value]]:
+        """Return for each node the trained parameters that no node before it reads."""
+        seen: set[str] = set()
+        found: dict[str, list[Value]] = {}
+        for node in self.nodes:
+            for value in node.values():
+                if value.trained and str(value.source) not in seen:
+                    seen.add(str(value.source))
+                    found.setdefault(node.name, []).append(value)
         return found
 
     def producers(self) -> dict[Value, Node]:

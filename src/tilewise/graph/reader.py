@@ -32,9 +32,11 @@ SAME_ORDER = {
 class Reader:
     """Read one exported program."""
 
-    def __init__(self, exported: Any, leaves: set[str], cumulative: set[str]) -> None:
+    def __init__(
+        self, exported: Any, leaves: set[str], cumulative: set[str], trained: set[str]
+    ) -> None:
         self.exported = exported
-        self.cumulative = cumulative
+        self.cumulative, self.trained = cumulative, trained
         self.names = Names(leaves)
         self.env: dict[Any, Any] = {}
         self.nodes: list[Node] = []
@@ -103,13 +105,15 @@ class Reader:
                 if origin == "constant" or source.startswith(LOSS):
                     origin = "constant"
                     constant = self._constant(source)
+                name = source.removeprefix(MODEL)
                 return Value(
                     node.name,
                     tuple(example.shape),
                     example.dtype,
                     origin,
-                    source.removeprefix(MODEL),
+                    name,
                     constant,
+                    trained=origin == "parameter" and name in self.trained,
                 )
         value = Value(node.name, tuple(example.shape), example.dtype, "input", len(self.inputs))
         self.inputs.append(value)

@@ -62,7 +62,10 @@ def key_of(call: str, split: Degrees | Layout) -> str:
 
 def described(node: Node, labels: Mapping[Value, str], grads: set[Value]) -> str:
     """Return a text that is the same for calls that take equally long."""
-    flags = "".join("g" if value in grads else "-" for value in node.values())
+    flags = "".join(
+        "g" if value in grads else "f" if value.origin == "parameter" and not value.trained else "-"
+        for value in node.values()
+    )
     return f"{signature(node, labels)} {flags}"
 
 

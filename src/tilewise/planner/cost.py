@@ -57,8 +57,10 @@ class NodeCost:
 
     Bytes are those of the fullest rank: `given` of the network's inputs, `saved` for the call's own
     backward, `later` of results that only calls after it save, `burst` while its backward runs, of
-    which `workspace` is there forward too, `block` of its parameters, and `copy` of what is made of
-    them while gradients are summed and the optimizer runs.
+    which `workspace` is there forward too (for a call without gradients that is all), `block` of
+    its parameters, `trained` of those that have gradients and states, and `copy` of what is made of
+    them while gradients are summed and the optimizer runs. A parameter counts for the first call
+    that uses it; `gradient` bytes are there from the call's backward on, so for the last one.
 
     `again` is 1 where the call's stretch is computed again in backward: then saved and later bytes
     are there only meanwhile, and `left` are those that stay.
@@ -78,6 +80,8 @@ class NodeCost:
     burst_bytes: Floats
     workspace_bytes: Floats
     block_bytes: Floats
+    trained_bytes: Floats
+    gradient_bytes: Floats
     copy_bytes: Floats
     again: Floats
     left_bytes: Floats
@@ -166,9 +170,9 @@ class Setting:
         return self.machine.devices_per_node
 
     @property
-    def blocks(self) -> int:
-        """How many tensors of a parameter's size are held: itself, its gradient, its states."""
-        return 2 + STATES[self.optimizer]
+    def states(self) -> int:
+        """How many tensors of a parameter's size the optimizer keeps."""
+        return STATES[self.optimizer]
 
     def size(self, value: Value) -> int:
         """Return the bytes of an element: the training dtype's for floats."""
@@ -200,14 +204,27 @@ def node_cost(form: Form, setting: Setting, *, grads: set[Value]) -> NodeCost:
             cost.exchange_backward += swap_s(back, setting, setting.size(value))
             buffers.backward(back.received * setting.size(value))
     _add_compute(cost, form, setting, moving, grads)
-    buffers.add_to(cost)
-    blocks = [
-        (form.share("need", i) * prod(v.shape), form.sharers(i), v)
-        for i, v in enumerate(form.operands)
-        if v.origin == "parameter"
-    ]
-    add_parameters(cost, blocks, table, setting)
+    buffers.add_to(cost, backward=any(out in grads for out in node.outs))
     return cost
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a call needs of a parameter, for every candidate: elements, and how many ranks share
+    them."""
+
+    parameter: Value
+    elements: Floats
+    sharers: Ints
+
+
+def blocks_of(form: Form) -> list[Block]:
+    """List the blocks of parameters that a call needs."""
+    return [
+        Block(value, form.share("need", index) * prod(value.shape), form.sharers(index))
+        for index, value in enumerate(form.operands)
+        if value.origin == "parameter"
+    ]
 
 
 class _Buffers:
@@ -226,9 +243,10 @@ class _Buffers:
     def backward(self, received: Floats) -> None:
         self.back = np.maximum(self.back, 2 * received)
 
-    def add_to(self, cost: NodeCost) -> None:
+    def add_to(self, cost: NodeCost, *, backward: bool) -> None:
         cost.workspace_bytes += self.forth
-        cost.burst_bytes[:] = np.maximum(cost.burst_bytes + self.back, cost.workspace_bytes)
+        if backward:
+            cost.burst_bytes[:] = np.maximum(cost.burst_bytes + self.back, cost.workspace_bytes)
 
 
 def _add_compute(
@@ -252,7 +270,19 @@ def _add_compute(
     forward, backward = _workspace(form, setting, brought, given)
     joined = np.where(form.rim(), brought, 0.0)
     cost.workspace_bytes += forward + joined
-    cost.burst_bytes += given + brought * back + backward + joined
+    has = any(out in grads for out in node.outs)
+    factors = form.operands[1:3] if node.kind == "addmm" else form.operands[:2]
+    gradients = has * sum(value in grads or value.trained for value in factors)
+    if not has:
+        for name, some in (("need", moving), ("out", enumerate(node.outs))):
+            for i, value in some:
+                if value.origin != "input":
+                    share = form.share(name, i) * prod(value.shape)
+                    cost.workspace_bytes += share * setting.size(value)
+    elif gradients > back or not node.flops:
+        cost.burst_bytes += given + brought * back + backward + joined
+    else:  # the weight has none
+        cost.burst_bytes += given + brought * back + forward + joined
     if not node.flops:
         cost.compute_forward += memory_s(machine, brought + given)
         cost.compute_backward += back * memory_s(machine, brought + given)
@@ -270,8 +300,8 @@ def _add_compute(
     cost.compute_forward += np.maximum(arithmetic + machine.call_s, moved)
     rate = machine.rates(setting.dtype).backward_share
     once = np.maximum(arithmetic / rate + machine.call_s, moved)
-    cost.compute_backward += once * (1 + back)
-    _use_measured(cost, form, setting)
+    cost.compute_backward += once * gradients
+    _use_measured(cost, form, setting, has)
 
 
 def _workspace(
@@ -295,7 +325,7 @@ def _workspace(
     return one, np.where(channels >= block, operand + result, one)
 
 
-def _use_measured(cost: NodeCost, form: Form, setting: Setting) -> None:
+def _use_measured(cost: NodeCost, form: Form, setting: Setting, backward: bool) -> None:
     """Put measured times of local shapes in place of the model's where the machine has them."""
     measured = setting.machine.measured
     if not measured:
@@ -310,7 +340,7 @@ def _use_measured(cost: NodeCost, form: Form, setting: Setting) -> None:
         if alike and (kind, dtype, given) == (form.node.kind, setting.dtype, options):
             where = (rows == row).all(1)
             cost.compute_forward[where] = found.forward_s
-            cost.compute_backward[where] = found.backward_s
+            cost.compute_backward[where] = backward * found.backward_s
 
 
 def local_extents(form: Form, index: int) -> Ints:
@@ -354,31 +384,28 @@ def memory_s(machine: Machine, moved_bytes: Floats) -> Floats:
     return np.where(moved_bytes > 0, machine.call_s + machine.traffic_s(moved_bytes), 0.0)
 
 
-def add_parameters(
-    cost: NodeCost,
-    blocks: Sequence[tuple[Floats, Ints, Value]],
-    table: Ints,
-    setting: Setting,
-) -> None:
+def add_parameters(cost: NodeCost, blocks: Sequence[Block], setting: Setting) -> None:
     """Add gradient sums, the optimizer and what is held for blocks of parameters.
 
-    `blocks` has the elements of each block and how many ranks share it. Sums travel in buckets: a
-    layer pays for its share of one.
+    Those that are not trained are only held. Sums travel in buckets: a layer pays for its share of
+    one.
     """
+    for block in blocks:
+        cost.block_bytes += block.elements * setting.itemsize
+    blocks = [block for block in blocks if block.parameter.trained]
     if not blocks:
         return
-    states = STATES[setting.optimizer]
-    total = sum((elements for elements, _, _ in blocks), np.zeros(len(table)))
+    total = sum((block.elements for block in blocks), np.zeros_like(cost.sync))
     held = total * setting.itemsize
-    sharers = np.max([ranks for _, ranks, _ in blocks], axis=0).astype(np.float64)
+    sharers = np.max([block.sharers for block in blocks], axis=0).astype(np.float64)
     summed = (total + len(blocks)) * setting.itemsize
     # samples and space are the slowest axes, so whoever shares a block reaches over all devices
     span = np.where(sharers > 1, float(setting.devices), 1.0)
     bucket = np.maximum(summed, float(setting.bucket_bytes))
     cost.sync += sum_s(setting.machine, bucket, sharers, span) * summed / bucket
-    cost.optimizer += memory_s(setting.machine, held * (3 + 2 * states))
-    cost.block_bytes += held
-    largest = np.max([elements for elements, _, _ in blocks], axis=0) * setting.itemsize
+    cost.optimizer += memory_s(setting.machine, held * (3 + 2 * setting.states))
+    cost.trained_bytes += held
+    largest = np.max([block.elements for block in blocks], axis=0) * setting.itemsize
     # while a gradient is summed there is a copy of it, and afterwards the optimizer's temporaries
     copies = np.maximum(TEMPORARIES[setting.optimizer], sharers > 1)
     cost.copy_bytes[:] = np.maximum(cost.copy_bytes, copies * largest)

@@ -21,11 +21,11 @@ from tilewise.planner.candidates import LETTERS
 from tilewise.planner.cost import (
     PASSES,
     VIEWS,
+    Block,
     Floats,
     Ints,
     NodeCost,
     Setting,
-    add_parameters,
     mean_channels,
     memory_s,
 )
@@ -43,12 +43,14 @@ SIMPLE = {"batch_norm", "dropout", "to", "type_as", "to_copy"}
 class Followed:
     """A call that follows: its cost by candidate, where its results lie, and its other operands.
 
-    `wants` holds, for each operand but the one it follows, the layouts that the candidates want.
+    `wants` holds, for each operand but the one it follows, the layouts that the candidates want,
+    `blocks` what it needs of parameters.
     """
 
     cost: NodeCost
     places: list[Place]
     wants: dict[Value, Layouts]
+    blocks: list[Block]
 
 
 def simple(node: Node, operand: Value) -> bool:
@@ -73,8 +75,10 @@ def follow_simple(
         cost.compute_forward += memory_s(setting.machine, forward * size)
         if node.out in grads:
             cost.compute_backward += memory_s(setting.machine, backward * size)
-        cost.burst_bytes += 2 * size
-    cost.saved_bytes += local * keeps(node).beside_bytes
+            cost.burst_bytes += 2 * size
+        else:
+            cost.workspace_bytes += 2 * size
+    cost.saved_bytes += local * keeps(node, grads).beside_bytes
     channel = 1 if len(node.out.shape) > 1 else 0
     parts = place.layouts.parts[place.where]
     channels = np.ceil(node.out.shape[channel] / parts[:, channel])
@@ -83,9 +87,8 @@ def follow_simple(
         statistics = _statistics_s(channels, others, table, setting)
         cost.exchange_forward += statistics
         cost.exchange_backward += statistics * (node.values()[0] in grads)
-    blocks = [(channels, others, v) for v in node.values() if v.origin == "parameter"]
-    add_parameters(cost, blocks, table, setting)
-    return Followed(cost, [place], {})
+    blocks = [Block(v, channels, others) for v in node.values() if v.origin == "parameter"]
+    return Followed(cost, [place], {}, blocks)
 
 
 def _statistics_s(channels: Floats, sharers: Ints, table: Ints, setting: Setting) -> Floats:
@@ -116,17 +119,18 @@ def follow(
     for name in ("compute_forward", "compute_backward", "exchange_forward", "exchange_backward"):
         column = getattr(cost, name)
         column += np.array([getattr(row, name) for row in rows])[place.where]
-    cost.burst_bytes += np.array([row.burst for row in rows])[place.where]
+    has = any(out in grads for out in node.outs)
+    passing = cost.burst_bytes if has else cost.workspace_bytes
+    passing += np.array([row.burst for row in rows])[place.where]
     cost.saved_bytes += np.array([row.beside for row in rows])[place.where]
     blocks = [
-        (
+        Block(
+            value,
             np.array([row.blocks[i][0] for row in rows], np.float64)[place.where],
             np.array([row.blocks[i][1] for row in rows], np.int64)[place.where],
-            rows[0].blocks[i][2],
         )
-        for i in range(len(rows[0].blocks))
+        for i, (_, _, value) in enumerate(rows[0].blocks)
     ]
-    add_parameters(cost, blocks, table, setting)
     places = []
     for index in range(len(node.outs)):
         layouts, where = Layouts.of_layouts([row.outs[index] for row in rows]).distinct()
@@ -135,7 +139,7 @@ def follow(
         value: Layouts.of_layouts([row.wants[value] for row in rows]).take(place.where)
         for value in rows[0].wants
     }
-    return Followed(cost, places, wants)
+    return Followed(cost, places, wants, blocks)
 
 
 class _Asked:
@@ -191,7 +195,7 @@ class _Asked:
             forth_s, back_s = _product_s(node, lowered, setting, moved, grads)
             self.compute_forward, self.compute_backward = forth_s, has * back_s
         self.burst = 0.0 if still else 2.0 * local
-        self.beside = keeps(node).beside_bytes * float(_largest(Cover.of(operation.outs[0])))
+        self.beside = keeps(node, grads).beside_bytes * float(_largest(Cover.of(operation.outs[0])))
 
 
 def _product_s(
@@ -212,7 +216,7 @@ def _product_s(
     arithmetic = float(machine.arithmetic_s(node.kind, setting.dtype, flops, channels))
     moved = float(memory_s(machine, np.array(moved_bytes)))
     back = arithmetic / machine.rates(setting.dtype).backward_share
-    gradients = sum(value in grads or value.origin == "parameter" for value in factors)
+    gradients = sum(value in grads or value.trained for value in factors)
     return max(arithmetic + machine.call_s, moved), gradients * max(back + machine.call_s, moved)
 
 

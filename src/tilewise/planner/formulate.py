@@ -23,7 +23,7 @@ from tilewise.graph.sync import BUCKET_BYTES
 from tilewise.layout import Degrees, Layout
 from tilewise.plan import Layer, Plan
 from tilewise.planner.calls import SplitCall, described, key_of, list_calls, use_measured
-from tilewise.planner.cost import NodeCost, Setting, node_cost
+from tilewise.planner.cost import Block, NodeCost, Setting, add_parameters, blocks_of, node_cost
 from tilewise.planner.follow import follow, follow_simple, simple
 from tilewise.planner.forms import Form, Known
 from tilewise.planner.layouts import Layouts
@@ -144,6 +144,7 @@ class _Walk:
         self.known = Known()
         self.kept: set[Value] = set()
         self.outside: set[Value] = set()
+        self.uses: dict[str, dict[str, Block]] = {}
 
     def run(self) -> None:
         program = self.choices.program
@@ -160,6 +161,7 @@ class _Walk:
                 self._decide(node)
             else:
                 self._follow(node)
+        self._charge_parameters()
         self._outputs()
         self._hold()
         found = self.found
@@ -176,6 +178,7 @@ class _Walk:
             self._measured(node, cost, splits, np.arange(len(some)))
         self.choices.owner[node.name] = variable
         self.found.costs[node.name] = cost
+        self._use(node, blocks_of(form))
         for index, value in enumerate(form.operands):
             if value.held or value not in self.places:
                 continue
@@ -187,7 +190,7 @@ class _Walk:
             halo = (swap.received > 0) & ~rim
             copy = form.share("need", index) * prod(value.shape)
             self._read(node, variable, value, wants, halo)
-            if keeps(node).operands:
+            if keeps(node, self.grads).operands:
                 # a copy with neighbours' rows, or those apart; whether the operand stays, see _hold
                 copy = np.where(halo, copy, np.where(rim, swap.received, 0.0))
                 cost.saved_bytes += copy * self.setting.size(value)
@@ -195,7 +198,7 @@ class _Walk:
             text = self.named[out]
             place = place_of(out, variable, some, text, self.setting.devices)
             self.places[out] = place
-            cost.saved_bytes += place.local * keeps(node).beside_bytes
+            cost.saved_bytes += place.local * keeps(node, self.grads).beside_bytes
         self._note_results(node)
 
     def _follow(self, node: Node) -> None:
@@ -215,6 +218,7 @@ class _Walk:
             found = follow(node, operand, place, self.named, table, self.setting, grads=self.grads)
         self.choices.owner[node.name] = place.owner
         self.found.costs[node.name] = found.cost
+        self._use(node, found.blocks)
         if self._by_call:
             layouts = [place.layouts.layout_at(row) for row in range(len(place.layouts))]
             self._measured(node, found.cost, layouts, place.where, operand)
@@ -225,9 +229,40 @@ class _Walk:
             if value in self.places:
                 self._read(node, place.owner, value, wants, np.zeros(len(table), bool))
         self.places.update(zip(node.outs, found.places, strict=True))
-        if pinned is None and keeps(node).operands:
+        if pinned is None and keeps(node, self.grads).operands:
             self._keep(operand, node)
         self._note_results(node)
+
+    def _use(self, node: Node, blocks: list[Block]) -> None:
+        """Note the parameters that a call uses."""
+        for block in blocks:
+            self.uses.setdefault(str(block.parameter.source), {})[node.name] = block
+
+    def _charge_parameters(self) -> None:
+        """Charge each parameter once, however many calls use it.
+
+        Its gradient is there from the backward of the last one on. That of any other one makes
+        another gradient, and the sum of both. It is summed over ranks in a copy, whatever its size
+        (see graph/sync.py), which simulations still have when the optimizer begins.
+        """
+        costs, itemsize = self.found.costs, self.setting.itemsize
+        first: dict[str, list[Block]] = {}
+        for uses in self.uses.values():
+            name, block = next(iter(uses.items()))
+            first.setdefault(name, []).append(block)
+            if not block.parameter.trained:
+                continue
+            *others, last = uses
+            costs[last].gradient_bytes += uses[last].elements * itemsize
+            for name in others:
+                costs[name].burst_bytes += 2 * uses[name].elements * itemsize
+        for name, blocks in first.items():
+            add_parameters(costs[name], blocks, self.setting)
+            for block in blocks:
+                shared = len(self.uses[str(block.parameter.source)]) > 1
+                if shared and block.parameter.trained:
+                    copied = np.where(block.sharers > 1, block.elements, 0.0)
+                    costs[name].copy_bytes += copied * itemsize
 
     @property
     def _by_call(self) -> bool:
@@ -253,7 +288,7 @@ class _Walk:
             )
 
     def _note_results(self, node: Node) -> None:
-        if keeps(node).results:
+        if keeps(node, self.grads).results:
             self.kept.update(node.outs)
 
     def _keep(self, value: Value, node: Node) -> None:
@@ -272,7 +307,7 @@ class _Walk:
     ) -> None:
         """Note a reader of a tensor; one of the tensor's own variable pays for the move itself."""
         place = self.places[value]
-        stays = keeps(node, split=bool(halo.all())).operands
+        stays = keeps(node, self.grads, split=bool(halo.all())).operands
         if place.owner != variable:
             reader = Reader(node, variable, wants, stays, halo)
             self.found.readers.setdefault(value, []).append(reader)
@@ -312,7 +347,7 @@ class _Walk:
         for value, place in self.places.items():
             readers = self.found.readers.get(value, [])
             keepers = [reader for reader in readers if reader.keeps]
-            always = [reader for reader in keepers if keeps(reader.node).operands]
+            always = [reader for reader in keepers if keeps(reader.node, self.grads).operands]
             keepers = always or keepers
             size = place.local * self.setting.size(value)
             maker = makers.get(value)
@@ -321,7 +356,8 @@ class _Walk:
                     self.found.costs[self._charged(value, first)].given_bytes += size
                 else:
                     cost = self.found.costs[maker.name]
-                    saved = cost.saved_bytes if keeps(maker).results else cost.later_bytes
+                    own = keeps(maker, self.grads).results
+                    saved = cost.saved_bytes if own else cost.later_bytes
                     # what its stretch keeps, if that is computed again, is there only meanwhile
                     saved += size if value in self.kept else np.where(cost.again > 0, 0.0, size)
                     if value in self.outside or len(keepers) > 1:
@@ -367,7 +403,8 @@ class _Walk:
             if not leaves and all(name in stretch for name in readers.get(value, ())):
                 continue
             size = place.local * self.setting.size(value)
-            written = maker.in_place is not None and not keeps(maker, in_place=False).results
+            anew = keeps(maker, self.grads, in_place=False)
+            written = maker.in_place is not None and not anew.results
             beside = 1.0 if written or value not in self.kept else 0.0
             for name in stretch:
                 cost = self.found.costs.get(name)
@@ -390,12 +427,13 @@ def _problem(found: Formulation) -> Problem:
     bucket = _largest_bucket(found)
     variables = []
     for name, costs in zip(found.names, members, strict=True):
-        burst = np.max([np.maximum(c.burst_bytes, c.copy_bytes) for c in costs], axis=0)
+        passing = [(c.burst_bytes, c.workspace_bytes, c.copy_bytes) for c in costs]
+        burst = np.max(passing, axis=(0, 1))
         burst = burst + sum(c.inner_bytes for c in costs)
         sync = np.asarray(sum(cost.sync for cost in costs))
         burst = burst + np.where(sync > 0, bucket, 0.0)
-        blocks = found.setting.blocks
-        held = sum(c.held_bytes + blocks * c.block_bytes for c in costs)
+        states = found.setting.states
+        held = sum(c.held_bytes + c.block_bytes + (1 + states) * c.trained_bytes for c in costs)
         variables.append(
             Variable.of(
                 name,
@@ -428,12 +466,12 @@ def _parameter_bytes(graph: Graph, setting: Setting) -> int:
 
 
 def _parameter_sizes(graph: Graph, setting: Setting) -> dict[str, int]:
-    """Return the bytes of every parameter."""
+    """Return the bytes of every trained parameter."""
     return {
         str(value.source): prod(value.shape) * setting.itemsize
         for node in graph.training.nodes
         for value in node.values()
-        if value.origin == "parameter"
+        if value.trained
     }
 
 

@@ -6,9 +6,10 @@ the indices of a maximum. A tensor that several calls keep counts once.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from tilewise.graph.graph import Node
+from tilewise.graph.graph import Node, Value
 
 INDEX_BYTES = 8
 MASK_BYTES = 1
@@ -32,13 +33,16 @@ class Keeps:
     beside_bytes: int = 0
 
 
-def keeps(node: Node, *, split: bool = True, in_place: bool = True) -> Keeps:
+def keeps(
+    node: Node, grads: Collection[Value], *, split: bool = True, in_place: bool = True
+) -> Keeps:
     """Return what a call keeps; `split`, whether its windows reach into other ranks' slabs.
 
-    With `in_place` it is written over its operand where the model says so.
+    That is nothing where no result is among `grads`, the values with gradients. With `in_place` it
+    is written over its operand where the model says so.
     """
     kind = node.kind
-    if node.no_grad:
+    if not any(out in grads for out in node.outs):
         return Keeps()
     if kind.startswith("conv"):
         return Keeps(operands=True)

@@ -112,7 +112,8 @@ class Sums:
         run = self._run(moment.call)
         for index, (name, owner) in enumerate(zip(self._names, self._owners, strict=True)):
             cost = self.found.costs[name]
-            held[owner] += (self.found.setting.blocks - 1) * cost.block_bytes + cost.given_bytes
+            held[owner] += cost.block_bytes + self.found.setting.states * cost.trained_bytes
+            held[owner] += cost.given_bytes
             held[owner] += _at(cost, moment.phase, index, moment.call, run)
         for span in self.found.spans if moment.phase == "backward" else ():
             if span.first < moment.call < span.last:
@@ -148,7 +149,7 @@ def _at(cost: NodeCost, phase: str, index: int, now: int, run: range = range(0))
         return _forward(cost, index, now)
     if phase == "backward":
         return _backward(cost, index, now, run)
-    return cost.block_bytes + (index == now) * cost.copy_bytes
+    return cost.gradient_bytes + (index == now) * cost.copy_bytes
 
 
 def _forward(cost: NodeCost, index: int, now: int) -> Floats:
@@ -164,9 +165,9 @@ def _backward(cost: NodeCost, index: int, now: int, run: range = range(0)) -> Fl
     With the call that is computed again, what its `run` of neighbours saves is there again.
     """
     if index == now:
-        return cost.saved_bytes + cost.burst_bytes + cost.block_bytes
+        return cost.saved_bytes + cost.burst_bytes + cost.gradient_bytes
     if index > now:
-        return cost.block_bytes
+        return cost.gradient_bytes
     inner = cost.saved_bytes + cost.later_bytes
     kept = cost.held_bytes - cost.given_bytes
     return np.where(cost.again * (index in run) > 0, inner, kept)

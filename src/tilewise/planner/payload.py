@@ -110,7 +110,7 @@ class Payload:
         if storage.same_blocks(need.cover):
             return
         move = Move(storage, need.cover)
-        grad = value.origin == "parameter" and not node.no_grad
+        grad = value.trained and not node.no_grad
         yield Sent(node.name, "held", move, width(value), grad, times)
         if value in written_buffers(node):
             yield Sent(node.name, "held", move.adjoint, width(value), False)
@@ -136,7 +136,7 @@ class Payload:
         for node, lowered in zip(self.planned.program.nodes, self.planned.lowered):
             for value, need in zip(lowered.operands, lowered.operation.needs, strict=True):
                 name = str(value.source)
-                if value.origin != "parameter" or not need.cover.partial:
+                if not value.trained or not need.cover.partial:
                     continue
                 if self.storage[name].same_blocks(need.cover):
                     one = Shared(node.name, name, need.cover, width(value))
@@ -199,12 +199,12 @@ def _kind(source: Cover, need: Need) -> str:
 
 
 def differentiable(program: Program) -> set[Value]:
-    """Return the values that have a gradient: those computed from parameters, in floats."""
+    """Return the values that have a gradient: those computed from trained ones, in floats."""
     found: set[Value] = set()
     for node in program.nodes:
         if node.no_grad or node.kind == "detach":
             continue
-        has = [value in found or value.origin == "parameter" for value in node.values()]
+        has = [value in found or value.trained for value in node.values()]
         if node.kind == "broadcast_tensors":  # each result is one operand's
             found.update(out for out, grad in zip(node.outs, has) if grad)
         elif any(has):

@@ -88,10 +88,10 @@ def together(some: Iterable[Row]) -> dict[str, int]:
 
 def _held(found: Formulation, cost: NodeCost, moves: Sequence[Moves]) -> dict[str, int]:
     """Return what stays of a layer until backward or longer, moved copies of operands included."""
-    block = round(float(cost.block_bytes[0]))
+    block, trained = round(float(cost.block_bytes[0])), round(float(cost.trained_bytes[0]))
     copies = sum(int(move.held[0, 0]) for move in moves)
     kept = round(float(cost.held_bytes[0])) + copies
-    return dict(zip(KINDS, (block, block, block * (found.setting.blocks - 2), kept)))
+    return dict(zip(KINDS, (block, trained, trained * found.setting.states, kept)))
 
 
 def _passing(found: Formulation, choice: Sequence[int]) -> list[int]:

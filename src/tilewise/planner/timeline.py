@@ -106,16 +106,15 @@ def moments(found: Formulation, choice: Sequence[int]) -> Moments:
 def by_kind(found: Formulation, choice: Sequence[int]) -> NDArray[np.float64]:
     """Return what the fullest rank holds in each phase, of each kind, at each call."""
     names, again = found.called, _again(found, choice)
-    given, saved, later, left, moved, burst, workspace, block, copy, shared = _columns(
-        found, choice
-    )
+    given, saved, later, left, moved, burst, workspace, *rest = _columns(found, choice)
+    block, trained, gradient, copy, shared = rest
     inner = saved + later
     held = np.zeros((len(PHASES), len(KINDS), len(names)))
     parameters, gradients, states, kept, passing = held.swapaxes(0, 1)
     parameters[:] = block.sum()
-    gradients[1] = np.cumsum(block[::-1])[::-1]
-    gradients[2] = block.sum()
-    states[:] = block.sum() * (found.setting.blocks - 2)
+    gradients[1] = np.cumsum(gradient[::-1])[::-1]
+    gradients[2] = gradient.sum()
+    states[:] = trained.sum() * found.setting.states
     kept[:] = given.sum()
     kept[0] += np.cumsum(np.where(again, left, inner) + moved)
     kept[1] = kept[0] - np.where(again, left, later)
@@ -138,7 +137,7 @@ def _columns(found: Formulation, choice: Sequence[int]) -> NDArray[np.float64]:
         name: sum(int(cost.held[0, 0]) for cost in costs)
         for name, costs in chosen_moves(found, choice).items()
     }
-    columns = np.zeros((10, len(found.called)))
+    columns = np.zeros((12, len(found.called)))
     for index, name in enumerate(found.called):
         cost, k = found.costs[name], choice[found.choices.owner[name]]
         columns[:, index] = (
@@ -150,8 +149,10 @@ def _columns(found: Formulation, choice: Sequence[int]) -> NDArray[np.float64]:
             cost.burst_bytes[k],
             cost.workspace_bytes[k],
             cost.block_bytes[k],
+            cost.trained_bytes[k],
+            cost.gradient_bytes[k],
             cost.copy_bytes[k],
-            cost.block_bytes[k] * (cost.sync[k] > 0),
+            cost.trained_bytes[k] * (cost.sync[k] > 0),
         )
     return columns
 

@@ -8,19 +8,18 @@ does something else than the planner thinks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
 import numpy as np
 
-from tilewise.graph.graph import Node
+from tilewise.graph.graph import Node, Value
 from tilewise.graph.lower import Planned
 from tilewise.graph.rule import Lowered
 from tilewise.planner.cost import (
     PASSES,
-    STATES,
     VIEWS,
     Floats,
     Setting,
@@ -66,16 +65,24 @@ class Priced:
 class Call:
     """A layer's call on one rank: its slabs and how they are passed over."""
 
-    def __init__(self, node: Node, lowered: Lowered, rank: int, setting: Setting) -> None:
+    def __init__(
+        self,
+        node: Node,
+        lowered: Lowered,
+        rank: int,
+        setting: Setting,
+        updates: Collection[Value] = (),
+    ) -> None:
         self.node, self.setting, self.rank = node, setting, rank
         self.operation, self.operands = lowered.operation, lowered.operands
-        self.brought = self.blocks = self.given = 0
+        self.brought = self.blocks = self.updated = self.given = 0
         for value, need in zip(self.operands, self.operation.needs, strict=True):
             size = prod(need.cover.local_shape(rank)) * setting.size(value)
             if not value.held:
                 self.brought += size
             elif value.origin == "parameter":
                 self.blocks += size
+                self.updated += size * (value in updates)
         for value, give in zip(node.outs, self.operation.gives, strict=True):
             self.given += prod(give.local_shape(rank)) * setting.size(value)
 
@@ -140,8 +147,8 @@ class Call:
 
     @property
     def update_s(self) -> float:
-        """Seconds in which the optimizer updates the call's blocks."""
-        moved = self.blocks * (3 + 2 * STATES[self.setting.optimizer])
+        """Seconds in which the optimizer updates blocks that no call before uses."""
+        moved = self.updated * (3 + 2 * self.setting.states)
         return float(memory_s(self.setting.machine, _array(moved)))
 
 
@@ -150,8 +157,9 @@ class Prices:
 
     def __init__(self, planned: Planned, rank: int, setting: Setting) -> None:
         self.rank, self.setting = rank, setting
+        updates = planned.program.first_uses()
         self.calls = {
-            node.name: Call(node, lowered, rank, setting)
+            node.name: Call(node, lowered, rank, setting, updates.get(node.name, ()))
             for node, lowered in zip(planned.program.nodes, planned.lowered, strict=True)
         }
 

@@ -113,7 +113,7 @@ def run_rank(
         ]
     parameters, others = list(split.parameters()), [*split.buffers(), *slabs]
     blocks = sum(map(_bytes, parameters))
-    states = STATES[optimizer] * blocks
+    states = STATES[optimizer] * sum(_bytes(p) for p in parameters if p.requires_grad)
     recorder = Recorder([*parameters, *others], always_bytes=states)
     mesh.recorder = executable.recorder = recorder
     with fake, recorder:
@@ -135,14 +135,12 @@ def run_rank(
 
 
 def _updates(planned: Planned, held: Held, now: int, temporaries: int) -> list[Segment]:
-    """Return the update of each layer's blocks, with all gradients there."""
+    """Return the update of each layer's blocks, with all gradients there; shared ones once."""
     found = []
-    for node in planned.program.nodes:
-        parameters = [value for value in node.values() if value.origin == "parameter"]
-        if parameters:
-            largest = max(_bytes(held.tensor(value)) for value in parameters)
-            peak = now + temporaries * largest
-            found.append(Segment(node.name, "optimizer", peak_bytes=peak, end_bytes=now))
+    for name, parameters in planned.program.first_uses().items():
+        largest = max(_bytes(held.tensor(value)) for value in parameters)
+        peak = now + temporaries * largest
+        found.append(Segment(name, "optimizer", peak_bytes=peak, end_bytes=now))
     return found
 
 
