@@ -39,12 +39,12 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "inception": (lambda: models.inception_v3(width=0.125, num_classes=10), (4, 3, 107, 107)),
     "densenet": (lambda: models.densenet121(width=0.25, num_classes=10), (4, 3, 64, 64)),
 }
-# not c2 of those with large inputs: the channels that a rank cuts from its input are not predicted
+# not c2 of mlperf: 13 % more passes while its first result is scattered than is predicted
 SPLITS = {
     "mlperf": ("1", "n2", "h2"),
-    "alexnet": ("1", "n2", "h2"),
+    "alexnet": ("1", "n2", "h2", "c2"),
     "mesh1k": ("h2", "c2"),
-    "mesh2k": ("1", "h2"),
+    "mesh2k": ("1", "h2", "c2"),
     "wrn": ("c2",),
     "inception": ("1", "h2"),
     "densenet": ("1",),
@@ -65,7 +65,7 @@ def graph_of(name: str) -> Graph:
 
 
 def both_heads(out: models.InceptionOutput, target: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(out.logits, target) + F.cross_entropy(out.aux, target)
+    return F.cross_entropy(out.logits, target) + 0.4 * F.cross_entropy(out.aux, target)
 
 
 def measure(mesh: Mesh, name: str, graph: Graph, plan: Plan) -> int:

@@ -79,9 +79,11 @@ def follow_simple(
         else:
             cost.workspace_bytes += 2 * size
     cost.saved_bytes += local * keeps(node, grads).beside_bytes
-    channel = 1 if len(node.out.shape) > 1 else 0
-    parts = place.layouts.parts[place.where]
-    channels = np.ceil(node.out.shape[channel] / parts[:, channel])
+    shape, parts = node.out.shape, place.layouts.parts[place.where]
+    if not shape:  # a single number: no channels, nothing is cut
+        shape, parts = (1,), np.ones((len(parts), 1), parts.dtype)
+    channel = 1 if len(shape) > 1 else 0
+    channels = np.ceil(shape[channel] / parts[:, channel])
     others = parts.prod(1) // parts[:, channel]
     if node.kind == "batch_norm" and node.args[5]:
         statistics = _statistics_s(channels, others, table, setting)

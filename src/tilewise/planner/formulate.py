@@ -312,13 +312,16 @@ class _Walk:
             reader = Reader(node, variable, wants, stays, halo)
             self.found.readers.setdefault(value, []).append(reader)
             return
+        cost = self.found.costs[node.name]
         if stays and not halo.all():
             self._keep(value, node)
+            copied = ~halo & (wants.local() < place.local)  # of an input, say, some channels
+            cost.saved_bytes += np.where(copied, wants.local() * self.setting.size(value), 0.0)
         targets, where = wants.distinct()
         costs = MoveCosts(value, place.layouts, targets, self.setting, value in self.grads)
         moves = costs.pairs(place.where, where)
-        self.found.costs[node.name].exchange_forward += moves.forward
-        self.found.costs[node.name].exchange_backward += moves.backward
+        cost.exchange_forward += moves.forward
+        cost.exchange_backward += moves.backward
 
     def _outputs(self) -> None:
         """Charge the network's results, which are handed out with whole channels."""
