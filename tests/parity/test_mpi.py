@@ -254,6 +254,83 @@ def test_an_error_on_one_rank_of_a_script_ends_all(tmp_path: Path) -> None:
     assert "ValueError: on one rank alone" in ran.stderr
 
 
+def too_long(mesh: Mesh) -> tuple[str, bool]:
+    """Send more than the receiver has room for, while a thread polls; returns what came of it."""
+    from tilewise.comm.mpi_request import poller
+
+    said = ""
+    if mesh.rank == 0:
+        dist.isend(torch.ones(100_000), 1, tag=5).wait()
+    elif mesh.rank == 1:
+        work = dist.irecv(torch.zeros(50_000), 0, tag=5)
+        while not work.done:  # the poller finds it
+            time.sleep(0.001)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            said = str(error)
+    x = torch.ones(100_000)
+    dist.all_reduce(x, async_op=True).wait()
+    return said, poller.thread is not None and poller.thread.is_alive() and bool((x == 4).all())
+
+
+def test_what_the_polling_thread_meets_is_raised_where_it_is_waited_for(pool: Pool) -> None:
+    found = pool.run((0, 1, 2, 3), too_long, (), 120)
+    assert "trunc" in found[1][0].lower()
+    assert all(alive for _, alive in found)
+
+
+def futures(mesh: Mesh) -> tuple[bool, float]:
+    """Ask for the future of a sum that the last rank joins late."""
+    dist.barrier()
+    x = torch.ones(10)
+    if mesh.rank == mesh.size - 1:
+        time.sleep(0.5)
+    future = dist.all_reduce(x, async_op=True).get_future()
+    early = not future.done()
+    future.wait()
+    return early, float(x.sum())
+
+
+def test_a_future_is_there_before_its_result(pool: Pool) -> None:
+    found = pool.run((0, 1, 2, 3), futures, (), 120)
+    assert any(early for early, _ in found[:-1])
+    assert [total for _, total in found] == [40.0] * 4
+
+
+LEAVING = """
+import sys
+import torch
+import torch.distributed as dist
+from tilewise.cli import app
+from tilewise.comm.launch import join
+from tilewise.errors import InputError
+
+join("mpi")
+who = sys.argv.pop()
+
+def run():
+    if who == "all" or dist.get_rank() == 1:
+        raise InputError("cannot go on")
+    dist.recv(torch.zeros(1), 1)
+
+app.app = run
+app.main()
+"""
+
+
+@pytest.mark.parametrize("who", ["one", "all"])
+def test_a_command_that_fails_on_one_rank_ends_on_all(tmp_path: Path, who: str) -> None:
+    (tmp_path / "script.py").write_text(LEAVING)
+    ran = subprocess.run(
+        [_mpiexec(), "-n", "2", sys.executable, "script.py", who],
+        cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+    )  # fmt: skip
+    assert ran.returncode == 2
+    assert ran.stderr.count("tilewise: cannot go on") == (2 if who == "all" else 1)
+
+
 def test_without_a_launcher_it_says_what_is_missing() -> None:
     import tilewise.comm.mpi as mpi
 

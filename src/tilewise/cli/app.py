@@ -50,4 +50,6 @@ def main() -> None:
         app()
     except TilewiseError as error:
         print(f"tilewise: {error}", file=sys.stderr)
+        if (mpi := sys.modules.get("tilewise.comm.mpi")) is not None:
+            mpi.leave(exit_code(error))  # others may wait for this rank
         sys.exit(exit_code(error))

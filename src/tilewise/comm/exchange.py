@@ -263,18 +263,19 @@ class _Way:
         """Start all messages; `like` says of which kind the values are."""
         tag = self.tag * KINDS + _KIND.get(like.dtype, KINDS - 1)
         incoming: list[tuple[Message, Tensor | None, Any]] = []
-        for message in self.receives:
-            if message.peer == self.mesh.rank:
-                incoming.append((message, None, None))
-                continue
-            buffer = like.new_empty(message.elements)
-            work = self.mesh.receive(buffer, message.peer, tag=tag, layer=self.layer)
-            incoming.append((message, buffer, work))
         outgoing: list[tuple[Message, Tensor, Any]] = []
-        for message in self.sends:
-            buffer = _pack(source, message)
-            work = self.mesh.send(buffer, message.peer, tag=tag, layer=self.layer)
-            outgoing.append((message, buffer, work))
+        with self.mesh.together(layer=self.layer):
+            for message in self.receives:
+                if message.peer == self.mesh.rank:
+                    incoming.append((message, None, None))
+                    continue
+                buffer = like.new_empty(message.elements)
+                work = self.mesh.receive(buffer, message.peer, tag=tag, layer=self.layer)
+                incoming.append((message, buffer, work))
+            for message in self.sends:
+                buffer = _pack(source, message)
+                work = self.mesh.send(buffer, message.peer, tag=tag, layer=self.layer)
+                outgoing.append((message, buffer, work))
         return Pending(self, like, incoming, outgoing)
 
     def _start_sum(self, tensor: Tensor, group: Group) -> Pending:

@@ -33,6 +33,29 @@ class Group:
         return len(self.ranks)
 
 
+class Bundle:
+    """Messages that are started, and waited for, as one."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+        self.works: list[Any] = []
+
+    def add(self, message: Any) -> Bundle:
+        """Put a message in; returns what to wait for."""
+        self.messages.append(message)
+        return self
+
+    def start(self) -> None:
+        if self.messages:
+            self.works = dist.batch_isend_irecv(self.messages)
+
+    def wait(self) -> None:
+        """Wait for all of them; a receive of gloo's that is waited for again never ends."""
+        works, self.works = self.works, []
+        for work in works:
+            work.wait()
+
+
 class Mesh:
     """Ranks 0 … size−1 over process groups of their own.
 
@@ -45,6 +68,10 @@ class Mesh:
         timeout: how long to wait for a peer before an error; what init_process_group was given by
             default.
     """
+
+    bundles = False
+    """Whether the messages of an exchange have to start as one."""
+    _bundle: Bundle | None = None
 
     def __init__(
         self, ranks: Sequence[int] | None = None, *, timeout: timedelta | None = None
@@ -79,7 +106,11 @@ class Mesh:
                 f"mesh: rank {me} builds a mesh of {self.world_ranks} that it is not part of"
             )
         self.rank = self.world_ranks.index(me)
-        self.group()
+        handle = self.group().handle
+        self.bundles = dist.get_backend() == "nccl"
+        if self.bundles and handle is not None:
+            # messages of some ranks only must not be the first that a group sees
+            dist.barrier(group=handle, device_ids=[torch.cuda.current_device()])
 
     @classmethod
     def alone(cls) -> Mesh:
@@ -116,16 +147,39 @@ class Mesh:
         self._next_tag += 1
         return self._next_tag
 
+    @contextmanager
+    def together(self, *, layer: str) -> Iterator[None]:
+        """Start the messages of a block as one where the engine needs it.
+
+        NCCL does: of two ranks that each ask for a receive first, neither gets to its send.
+        """
+        if not self.bundles:
+            yield
+            return
+        self._bundle = bundle = Bundle()
+        try:
+            yield
+        finally:
+            self._bundle = None
+        with self._named("send", layer, tuple(range(self.size))):
+            bundle.start()
+
     def send(self, buffer: torch.Tensor, peer: int, *, tag: int, layer: str) -> Any:
         """Start sending a contiguous buffer, which must stay untouched until it is waited for."""
         self.trace.add("send", layer, (peer,), buffer.numel() * buffer.element_size())
         with self._named("send", layer, (peer,)):
-            return dist.isend(buffer, self.world_ranks[peer], group=self.group().handle, tag=tag)
+            return self._start(dist.isend, buffer, peer, tag)
 
     def receive(self, buffer: torch.Tensor, peer: int, *, tag: int, layer: str) -> Any:
         """Start receiving into a contiguous buffer."""
         with self._named("receive", layer, (peer,)):
-            return dist.irecv(buffer, self.world_ranks[peer], group=self.group().handle, tag=tag)
+            return self._start(dist.irecv, buffer, peer, tag)
+
+    def _start(self, how: Any, buffer: torch.Tensor, peer: int, tag: int) -> Any:
+        to, group = self.world_ranks[peer], self.group().handle
+        if self._bundle is not None:
+            return self._bundle.add(dist.P2POp(how, buffer, to, group, tag))
+        return how(buffer, to, group=group, tag=tag)
 
     def wait(
         self, work: Any, operation: str, *, peer: int, layer: str, kind: str = "redistribution"

@@ -6,10 +6,6 @@ torch.distributed who is who, so that a script needs no more than
     import tilewise.comm.mpi
     torch.distributed.init_process_group("mpi4py")
 
-MPI makes no progress by itself. While anything is under way a thread polls, so that messages
-travel while local work runs. Waiting spins for a moment and then yields, so that more ranks than
-cores do not starve each other.
-
 A script that an error ends on one rank ends on all of them.
 """
 
@@ -19,9 +15,7 @@ import atexit
 import os
 import socket
 import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -30,11 +24,11 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp, Work
+from torch.distributed import ProcessGroup, ReduceOp
+
+from tilewise.comm.mpi_request import Request, poller
 
 NAME = "mpi4py"
-POLL_SECONDS = 0.0005
-SPINS = 2000
 # Most MPIs take and deliver messages up to this size at once, without progress on the way.
 EAGER_BYTES = 32 << 10
 
@@ -61,121 +55,6 @@ _OPS = {
     ReduceOp.BOR: MPI.BOR,
     ReduceOp.BXOR: MPI.BXOR,
 }
-
-
-class Request(Work):  # type: ignore[misc]
-    """Something under way: an MPI request, and what to do with its result once it is there.
-
-    Who holds one that nobody polls lets it progress by waiting for it or asking for it; one that is
-    dropped before is polled, for MPI may still read or write its memory.
-    """
-
-    done = True
-
-    def __init__(
-        self,
-        request: MPI.Request,
-        timeout: float,
-        keep: Any,
-        then: Callable[[], None] | None = None,
-        result: Any = None,
-    ) -> None:
-        super().__init__()
-        self._request, self._timeout, self._keep, self._then = request, timeout, keep, then
-        self._result = result
-        self._lock = threading.Lock()
-        self.done = False
-        self.watched = False  # whether the poller looks at it
-        self.polled = False  # whether it was complete before anybody waited for it
-        self._future: torch.futures.Future[Any] | None = None
-
-    def test(self, *, polled: bool = False) -> bool:
-        """Let MPI make progress, and say whether this is complete."""
-        if self.done:
-            return True
-        with self._lock:
-            if not self.done and self._request.Test():
-                if self._then is not None:
-                    self._then()
-                self._keep = self._then = None
-                self.polled = polled
-                self.done = True
-        return self.done
-
-    def is_completed(self) -> bool:
-        return self.done if self.watched else self.test()
-
-    def __del__(self) -> None:
-        if not self.done and not self.watched and not sys.is_finalizing():
-            _poller.watch(Request(self._request, self._timeout, self._keep, self._then))
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        limit = timeout.total_seconds() or self._timeout
-        deadline = 0.0
-        spins = 0
-        while not self.test():
-            spins += 1
-            if spins < SPINS:
-                continue
-            now = time.monotonic()
-            deadline = deadline or now + limit
-            if now > deadline:
-                raise RuntimeError(f"MPI: nothing came within {limit:g} s")
-            if spins < 2 * SPINS:
-                os.sched_yield()
-            else:  # who has waited long can wait a little longer, and leaves the core to others
-                time.sleep(min(1e-6 * (spins - 2 * SPINS), 1e-3))
-        return True
-
-    def result(self) -> Any:
-        return self._result
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future that is ready when this is; DDP asks for it."""
-        if self._future is None:
-            self._future = torch.futures.Future()
-            self.wait()
-            self._future.set_result(self._result)
-        return self._future
-
-
-class _Poller:
-    """A thread that lets MPI make progress while something is under way."""
-
-    def __init__(self) -> None:
-        self.waiting: deque[Request] = deque()
-        self.awake = threading.Event()
-        self.thread: threading.Thread | None = None
-
-    def watch(self, request: Request) -> Request:
-        if self.thread is None:
-            self.thread = threading.Thread(target=self._run, name="tilewise-mpi", daemon=True)
-            self.thread.start()
-        request.watched = True
-        self.waiting.append(request)
-        if not self.awake.is_set():
-            self.awake.set()
-        return request
-
-    def _run(self) -> None:
-        pause = POLL_SECONDS
-        while True:
-            if not self.awake.is_set():
-                self.awake.wait()
-                pause = POLL_SECONDS
-            time.sleep(pause)
-            pause = min(1.2 * pause, 20 * POLL_SECONDS)
-            for _ in range(len(self.waiting)):
-                request = self.waiting.popleft()
-                if not request.test(polled=True):
-                    self.waiting.append(request)
-            if not self.waiting:
-                self.awake.clear()
-                if self.waiting:
-                    self.awake.set()
-
-
-_poller = _Poller()
 
 
 class Group(ProcessGroup):  # type: ignore[misc]
@@ -220,7 +99,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
         poll: bool = True,
     ) -> Request:
         found = Request(request, self._timeout, keep, then, result)
-        return _poller.watch(found) if poll else found
+        return poller.watch(found) if poll else found
 
     # -- to one peer --------------------------------------------------------------------------
 
@@ -414,6 +293,10 @@ def _starts(counts: Sequence[int]) -> list[int]:
 
 def _create(options: Any, _: Any = None) -> Group:
     """Open a group; torch.distributed calls this on its members only."""
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        raise RuntimeError(
+            "the mpi4py backend polls in a thread: MPI must allow several to call it"
+        )
     store, rank, size = options.store, options.group_rank, options.group_size
     # Opening a communicator waits for all of its members for ever, a store does not.
     store.set(f"mpi/{rank}", str(MPI.COMM_WORLD.rank))
@@ -454,12 +337,31 @@ def _free_port() -> int:
         return port
 
 
+def leave(code: int, *, patience: float = 5.0) -> None:
+    """Wait a moment for the other ranks to leave with an error as well, or end them.
+
+    MPI's own end would wait for them, and they for messages that never come.
+    """
+    if code == 0 or MPI.Is_finalized():
+        return
+    everyone = MPI.COMM_WORLD.Ibarrier()
+    deadline = time.monotonic() + patience
+    while not everyone.Test():
+        if time.monotonic() > deadline:
+            _end_all(code)
+        time.sleep(0.01)
+
+
+def _end_all(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    MPI.COMM_WORLD.Abort(code)
+
+
 def _end_all_after_error() -> None:
-    """End all ranks if nobody caught an error here: MPI's own end would wait for the others."""
+    """End all ranks if nobody caught an error here."""
     if getattr(sys, "last_value", None) is not None and not MPI.Is_finalized():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        MPI.COMM_WORLD.Abort(1)
+        _end_all(1)
 
 
 if NAME.upper() not in dist.Backend._plugins:
