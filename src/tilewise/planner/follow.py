@@ -176,7 +176,7 @@ class _Asked:
             if not value.held:
                 local += size * setting.size(value)
         for index, ends in enumerate(operation.inner):
-            width, back = inner_exchange(node, index, len(operation.inner))
+            width, back = inner_exchange(node, index, len(operation.inner), setting.size)
             moves.append((*ends, width, back and operand in grads))
         for out, give, to in zip(node.outs, operation.gives, operation.outs, strict=True):
             moves.append((give, Cover.of(to), setting.size(out), out in grads))

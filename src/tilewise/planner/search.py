@@ -188,8 +188,9 @@ class Found:
         return plan_program(program, plan, ranks=self.devices, rank=0, draws=Draws(0))
 
     def payload(self, plan: Plan) -> Payload:
-        """Return all that a plan sends, counted on the planned program."""
-        return Payload(self.planned(plan), plan, node=self.machine.devices_per_node)
+        """Return all that a plan sends in the planned dtype, counted on the planned program."""
+        setting = self.formulation.setting
+        return Payload(self.planned(plan), plan, node=setting.node, size=setting.size)
 
     def learned(self, step: WholeStep, known: Sequence[Plan]) -> Found:
         """Search again with what parts take within a whole step, beginning with known plans."""
