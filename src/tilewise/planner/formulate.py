@@ -33,9 +33,12 @@ from tilewise.planner.payload import differentiable
 from tilewise.planner.places import (
     Choices,
     choices,
+    Place,
     chooses,
     first_reader,
+    decided,
     largest,
+    input_layouts,
     letter_roles,
     place_of,
 )
@@ -113,9 +116,11 @@ def formulate(
     with_calls: bool = False,
 ) -> Formulation:
     """Price all candidates of all layers, and all moves between them.
+    inputs: Mapping[Value, Layout] | None = None,
 
     With `recompute` a layer and those behind it may also be computed again in backward.
-    `with_calls` also lists all calls under all their splits, to be measured.
+    `with_calls` also lists all calls under all their splits, to be measured. `inputs` lie as they
+    are said to, others as the first layer with candidates wants them.
     """
     texts = labels(graph.training)
     setting = replace(setting, bucket_bytes=min(BUCKET_BYTES, _parameter_bytes(graph, setting)))
@@ -126,7 +131,7 @@ def formulate(
     both = zip(some.candidates, some.stretches, strict=True)
     some.candidates = [one.twice() if stretch else one for one, stretch in both]
     found = Formulation(graph, setting, some)
-    _Walk(found, texts, with_calls).run()
+    _Walk(found, texts, with_calls).run(inputs or {})
     for cost in found.costs.values():
         cost.scale(setting.step)
     found.problem = _problem(found)
@@ -135,6 +140,15 @@ def formulate(
 
 class _Walk:
     """Go through the program once, and note where every tensor lies."""
+def formulate_plan(
+    graph: Graph, setting: Setting, plan: Plan
+) -> tuple[Formulation, tuple[int, ...]]:
+    """Price one plan as it runs, whatever it leaves unnamed; return its choice too."""
+    pins, inputs = decided(graph, plan), input_layouts(graph, plan, setting.devices)
+    found = formulate(graph, setting, pins=pins, recompute=bool(plan.recompute), inputs=inputs)
+    return found, found.choice(Plan(pins, recompute=plan.recompute))
+
+
 
     def __init__(self, found: Formulation, named: Mapping[Value, str], with_calls: bool) -> None:
         self.found, self.named, self.with_calls = found, named, with_calls
@@ -146,14 +160,18 @@ class _Walk:
         self.outside: set[Value] = set()
         self.uses: dict[str, dict[str, Block]] = {}
 
-    def run(self) -> None:
+    def run(self, inputs: Mapping[Value, Layout]) -> None:
         program = self.choices.program
         for value in program.inputs:
             owner = first_reader(value, program, self.choices.variable)
             if owner is not None:
-                some = self.choices.candidates[owner]
+                some, text = self.choices.candidates[owner], self.named[value]
+                if value in inputs:
+                    given = Layouts.of_layouts([inputs[value]])
+                    self.places[value] = Place(owner, given, np.zeros(len(some), np.int64))
+                    continue
                 self.places[value] = place_of(
-                    value, owner, some, self.named[value], self.setting.devices, channels=False
+                    value, owner, some, text, self.setting.devices, channels=False
                 )
         layers = {layer.name: layer for layer in self.found.graph.layers}
         for node in program.nodes:
@@ -315,7 +333,7 @@ class _Walk:
         cost = self.found.costs[node.name]
         if stays and not halo.all():
             self._keep(value, node)
-            copied = ~halo & (wants.local() < place.local)  # of an input, say, some channels
+            copied = ~halo & (wants.local() != place.local)  # of an input, say, some channels
             cost.saved_bytes += np.where(copied, wants.local() * self.setting.size(value), 0.0)
         targets, where = wants.distinct()
         costs = MoveCosts(value, place.layouts, targets, self.setting, value in self.grads)

@@ -28,7 +28,7 @@ from tilewise.planner.baselines import NAMES, baselines
 from tilewise.planner.candidates import Dropped
 from tilewise.planner.cost import Setting, WholeStep
 from tilewise.planner.explain import Alternative, alternatives, left_out
-from tilewise.planner.formulate import Formulation, formulate
+from tilewise.planner.formulate import Formulation, formulate, formulate_plan
 from tilewise.planner.frontier import frontier
 from tilewise.planner.lighter import Lighter
 from tilewise.planner.machine import Machine, load_machine
@@ -210,10 +210,12 @@ class Found:
         check_names(found.graph, plan)
         degrees = decided(found.graph, plan)
         again = any(found.choices.stretches)
-        if self.pins or degrees.keys() != set(found.names) or (plan.recompute and not again):
-            again = bool(plan.recompute)
-            found = formulate(found.graph, found.setting, pins=degrees, recompute=again)
-        choice = found.choice(Plan(degrees, recompute=plan.recompute))
+        # here inputs lie as their first readers want them: a plan that does not name those differs
+        here = degrees.keys() == set(found.names) <= plan.layers.keys() and not plan.io_channels
+        if self.pins or not here or (plan.recompute and not again):
+            found, choice = formulate_plan(found.graph, found.setting, plan)
+        else:
+            choice = found.choice(Plan(degrees, recompute=plan.recompute))
         try:
             cost = evaluate(found.problem, choice)
         except ValueError as error:
