@@ -218,10 +218,9 @@ class Found:
             choice = found.choice(Plan(degrees, recompute=plan.recompute))
         try:
             cost = evaluate(found.problem, choice)
-        except ValueError as error:
-            raise PlanError(
-                "plan: layers that share a parameter must have the same c and f"
-            ) from error
+        except ValueError:  # layers need other blocks of a parameter that they share: it moves
+            found, choice = formulate_plan(found.graph, found.setting, plan)
+            cost = evaluate(found.problem, choice)
         peak = peak_bytes(found, choice)
         return Priced(found.plan(choice), cost, peak, peak <= self.memory_bytes)
 
