@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from plans import graph_of
-from tilewise import Graph, Plan, capture
+from tilewise import Graph, Plan, capture, search
 from tilewise.errors import PlanError
 from tilewise.graph.lower import plan_program
 from tilewise.layout import Degrees
 from tilewise.ops.draws import Draws
 from tilewise.planner.chosen import chosen_moves
 from tilewise.planner.cost import Setting
-from tilewise.planner.formulate import Formulation, formulate
+from tilewise.planner.formulate import Formulation, formulate, formulate_plan
 from tilewise.planner.machine import load_machine
 from tilewise.planner.payload import Payload
 from tilewise.planner.price import sum_s, traffic_s
@@ -38,16 +38,10 @@ def planned(graph: Graph, plan: Plan, devices: int) -> Payload:
     return Payload(found, plan, node=64)
 
 
-@pytest.mark.parametrize("degrees", ["n2", "n2 h2", "h2 w2", "d2 h2", "c4"])
-def test_messages_of_uniform_plans_cost_what_the_planned_program_sends(degrees: str) -> None:
-    """Forward and backward; extents are even, and no tensor with a halo comes from elsewhere."""
-    graph = graph_of("unet")
-    found = formulated(graph, 4)
-    plan = Plan.uniform(graph, degrees)
-    choice = found.choice(plan)
+def costs_what_it_sends(found: Formulation, choice: tuple[int, ...], payload: Payload) -> None:
+    """Assert that messages of every layer cost what the planned program's do, there and back."""
     moves = chosen_moves(found, choice)
-    payload = planned(graph, found.plan(choice), 4)
-    for node in graph.training.nodes:
+    for node in found.choices.program.nodes:
         if node.name not in found.costs:
             continue
         cost = found.costs[node.name].take(np.array([choice[found.choices.owner[node.name]]]))
@@ -58,12 +52,24 @@ def test_messages_of_uniform_plans_cost_what_the_planned_program_sends(degrees: 
             backward += float(move.backward[0, 0])
         real = [0.0, 0.0]
         for sent in payload.sent:
-            if sent.layer == node.name:
+            handed_out = (
+                sent.layer == "output" and node.out in payload.planned.program.output_values
+            )
+            if sent.layer == node.name or handed_out:
                 forth, back = payload.traffic(sent)
                 real[0] += traffic_s(ONE_NODE, forth, sent.itemsize)
                 real[1] += 0.0 if back is None else traffic_s(ONE_NODE, back, sent.itemsize)
         assert forward == pytest.approx(real[0], rel=1e-9), f"{node.name} forward"
         assert backward == pytest.approx(real[1], rel=1e-9), f"{node.name} backward"
+
+
+@pytest.mark.parametrize("degrees", ["n2", "n2 h2", "h2 w2", "d2 h2", "c4"])
+def test_messages_of_uniform_plans_cost_what_the_planned_program_sends(degrees: str) -> None:
+    """Forward and backward; extents are even, and no tensor with a halo comes from elsewhere."""
+    graph = graph_of("unet")
+    found = formulated(graph, 4)
+    choice = found.choice(Plan.uniform(graph, degrees))
+    costs_what_it_sends(found, choice, planned(graph, found.plan(choice), 4))
 
 
 @pytest.mark.parametrize("name", ["small", "joined", "unet", "cosmoflow"])
@@ -275,3 +281,117 @@ def test_frozen_parameters_are_not_trained(devices: int, degrees: str, trained_s
     assert simulated.agreement.differences == ()
     assert simulated.agreement.step_ratio == pytest.approx(1.0, rel=0.02)
     assert simulated.agreement.peak_ratio == pytest.approx(1.0, rel=0.08)
+
+
+class Stacked(nn.Module):
+    """Two convolutions, behind a pooling if it is wanted."""
+
+    def __init__(self, pooled: bool) -> None:
+        super().__init__()
+        self.pool = nn.AvgPool2d(3, 1, 1) if pooled else nn.Identity()
+        self.first = nn.Conv2d(16, 32, 3, padding=1)
+        self.last = nn.Conv2d(32, 32, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(self.pool(x)).relu()).relu().mean((2, 3))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize(
+    ("layer", "degrees"), [("last", "n4"), ("last", "n2 f2"), ("first", "h4"), ("first", "n2 c2")]
+)
+def test_a_plan_that_does_not_name_the_first_layer_is_priced_as_it_runs(
+    layer: str, degrees: str, pooled: bool
+) -> None:
+    """Inputs are cut as the first layer with degrees wants them, whoever reads them before it."""
+    model = Stacked(pooled)
+    graph = capture(model, (torch.zeros(4, 16, 32, 32),))
+    plan = Plan.of(graph, {layer: degrees})
+    run = simulate(model, graph, plan, devices=4, machine=ONE_NODE, ranks=(0,))
+    assert run.agreement.bytes_equal
+    assert run.agreement.step_ratio == pytest.approx(1.0, rel=0.02)
+    found, choice = formulate_plan(graph, run.setting, plan)
+    costs_what_it_sends(found, choice, planned(graph, plan, 4))
+    priced = search(graph, devices=4, machine=ONE_NODE).price(plan)
+    assert priced.step_seconds == evaluate(found.problem, choice).seconds
+
+
+class Tied(nn.Module):
+    """Two convolutions by one weight; the second one is transposed, or else a plain one."""
+
+    def __init__(self, transposed: bool, channels: int = 8) -> None:
+        super().__init__()
+        self.transposed = transposed
+        self.first = nn.Conv2d(channels if not transposed else 6, channels, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        again = torch.conv_transpose2d if self.transposed else torch.conv2d
+        return again(self.first(x).relu(), self.first.weight, padding=1).relu().mean((2, 3))
+
+
+def tied(transposed: bool, channels: int = 8) -> tuple[nn.Module, Graph, str]:
+    """Return a model, what is captured of it, and the name of its second convolution."""
+    model = Tied(transposed, channels)
+    graph = capture(model, (torch.zeros(4, 6 if transposed else channels, 16, 16),))
+    (second,) = [one.name for one in graph.layers if one.kind.startswith("conv")][1:]
+    return model, graph, second
+
+
+@pytest.mark.parametrize(("transposed", "channels"), [(False, 8), (False, 6), (True, 8)])
+def test_layers_are_tied_by_where_a_shared_weight_lies(transposed: bool, channels: int) -> None:
+    """Candidates have equal labels just where a run holds the weight as both layers need it."""
+    _, graph, second = tied(transposed, channels)
+    found = formulated(graph, 4)
+    (tie,) = found.problem.ties
+    assert [found.names[v] for v in tie.variables] == ["first", second]
+    mine, theirs = (found.choices.candidates[v] for v in tie.variables)
+    same = 0
+    for i in range(len(mine)):
+        for j in range(len(theirs)):
+            plan = Plan({"first": mine.degrees(i), second: theirs.degrees(j)})
+            moves = any(sent.kind == "held" for sent in planned(graph, plan, 4).sent)
+            assert (tie.labels[0][i] == tie.labels[1][j]) != moves, str(plan)
+            same += not moves
+    assert 0 < same < len(mine) * len(theirs)
+
+
+@pytest.mark.parametrize(
+    ("transposed", "first", "second"),
+    [
+        (False, "n2 f2", "f2"),  # the same numbers, but other ranks
+        (False, "f4", "n4"),
+        (False, "n2 c2", "n2 f2"),
+        (True, "f4", "f2"),
+        (True, "n4", "c4"),
+        (True, "n2 f2", "n2 c2"),  # alike
+    ],
+)
+def test_a_shared_weight_that_lies_elsewhere_is_priced_as_it_runs(
+    transposed: bool, first: str, second: str
+) -> None:
+    model, graph, name = tied(transposed)
+    plan = Plan({"first": Degrees.parse(first), name: Degrees.parse(second)})
+    run = simulate(model, graph, plan, devices=4, machine=ONE_NODE, ranks=(0,))
+    assert run.agreement.bytes_equal
+    assert run.agreement.step_ratio == pytest.approx(1.0, rel=0.02)
+    found, choice = formulate_plan(graph, run.setting, plan)
+    payload = planned(graph, plan, 4)
+    costs_what_it_sends(found, choice, payload)
+    table = together(rows(found, choice, payload))
+    assert table["parameters"] == run.runs[0].block_bytes
+    updates = sum(float(cost.optimizer[0]) for cost in found.costs.values())
+    assert updates == pytest.approx(run.timeline.optimizer_s, rel=0.05)
+    searched = search(graph, devices=4, machine=ONE_NODE)
+    assert searched.price(plan).step_seconds == evaluate(found.problem, choice).seconds
+    assert not any(sent.kind == "held" for sent in searched.payload(searched.plan).sent)
+
+
+def test_pins_that_need_other_blocks_of_a_shared_weight_leave_it_whole() -> None:
+    _, graph, name = tied(False)
+    found = search(graph, devices=4, machine=ONE_NODE, pins={"first": "n2 f2", name: "f2"})
+    assert not found.formulation.problem.ties
+    assert found.plan.layers[name] == Degrees.parse("f2")
+    assert found.price(found.plan).step_seconds == found.step_seconds
+    _, graph, name = tied(True)
+    found = search(graph, devices=4, machine=ONE_NODE, pins={"first": "f4"})
+    assert found.plan.layers[name] == Degrees.parse("c4")

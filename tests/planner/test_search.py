@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from plans import build, graph_of
+from plans import NETS, build, graph_of
 from tilewise import Plan, capture, models, search
 from tilewise.auto.finals import contenders, uniform_plans
 from tilewise.cli.plan_tables import MOST_ALTERNATIVES, show_alternatives, show_sensitivity
@@ -103,6 +103,23 @@ def test_the_way_that_was_chosen_is_always_shown(found: Found) -> None:
     console = Console(record=True, width=200, file=StringIO())
     show_alternatives(layer, [*bounds * MOST_ALTERNATIVES, chosen], found, console)
     assert f"{chosen.degrees} *" in console.export_text()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+@pytest.mark.parametrize("name", ["small", "joined"])
+def test_bytes_are_those_of_the_planned_dtype(name: str, dtype: str) -> None:
+    """The same as of the model captured in that dtype; integers and statistics keep theirs."""
+    kind, (_, shape, loss) = getattr(torch, dtype), NETS[name]
+    cast = capture(build(name).to(kind), (torch.zeros(shape, dtype=kind),), loss)
+    for devices, degrees in ((2, "n2"), (4, "h2 w2"), (4, "n2 c2")):
+        plan = Plan.uniform(cast, degrees)
+        same, other = (
+            search(graph, devices=devices, machine="p100x4", dtype=dtype, pins=plan.layers)
+            for graph in (cast, graph_of(name))
+        )
+        assert other.payload(plan).bytes_by_layer == same.payload(plan).bytes_by_layer
+        assert [row.bytes for row in other.rows] == [row.bytes for row in same.rows]
+        assert other.step_seconds == pytest.approx(same.step_seconds)
 
 
 def test_layers_that_a_plan_does_not_name_follow_the_one_before(found: Found) -> None:

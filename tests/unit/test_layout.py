@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 
 from drawing import WORLDS, layouts
 from tilewise.errors import LayoutError
-from tilewise.layout import REPLICA, Axes, Axis, Degrees, Layout, block, block_of, overlap
+from tilewise.layout import (
+    REPLICA,
+    Axes,
+    Axis,
+    Block,
+    Degrees,
+    Layout,
+    Piece,
+    block,
+    block_of,
+    overlap,
+)
 
 EXTENTS = st.integers(0, 40)
 PARTS = st.integers(1, 12)
@@ -170,3 +181,9 @@ def test_layouts_say_what_is_wrong() -> None:
         Layout.of((4, 4), "nchw", "n2", ranks=2)
     with pytest.raises(LayoutError, match="must divide the number of ranks"):
         Layout.of((4, 4), "nc", "n3", ranks=2)
+
+
+def test_intervals_that_go_on_are_one_piece() -> None:
+    assert Block.union([(0, 3), (3, 3), (3, 6)]) == Block.of(0, 6)
+    assert Block.union([(4, 6), (6, 7), (0, 2)]) == Block(5, (Piece(4, 7, 0), Piece(0, 2, 3)))
+    assert Block.union([]) == Block.of(2, 2)

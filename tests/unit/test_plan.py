@@ -106,6 +106,26 @@ def test_layers_that_share_a_parameter_share_channel_degrees() -> None:
     assert plan.layers["a"].h == 2
 
 
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(4, 8, 3, padding=1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.conv_transpose2d(self.a(x), self.a.weight, padding=1)
+
+
+def test_filters_are_the_channels_of_a_transposed_convolution_by_the_same_weight() -> None:
+    turned = capture(Turned(), torch.randn(2, 4, 6, 6))
+    back = turned.layers[-1].name
+    assert Plan.of(turned, {"a": "f8", back: "c8"}).layers[back].c == 8
+    with pytest.raises(PlanError, match="so one's c must be the other's f"):
+        Plan.of(turned, {"a": "f2", back: "f2"})
+    plan = Plan.uniform(turned, "f8")
+    assert {name: str(degrees) for name, degrees in plan.layers.items()} == {"a": "c4", back: "f4"}
+    assert plan.notes[-1] == f"a 'c4', {back} 'f4': they share a parameter, so it is cut alike"
+
+
 def test_check_names_the_layer_whose_product_does_not_divide(graph: Graph) -> None:
     plan = Plan.of(graph, {"conv1": "h4"})
     plan.check(8)

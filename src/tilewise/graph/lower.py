@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -41,7 +42,7 @@ def plan_program(program: Program, plan: Plan, *, ranks: int, rank: int, draws: 
     layouts: dict[Value, Layout] = {}
     undecided: set[Value] = set()
     for value in program.inputs:
-        found = _input_layout(value, program, plan, named, ranks)
+        found = input_layout(value, program, plan, named, ranks)
         layouts[value] = found or Layout.replicated(value.shape, ranks=ranks)
         if found is None:
             undecided.add(value)
@@ -49,7 +50,7 @@ def plan_program(program: Program, plan: Plan, *, ranks: int, rank: int, draws: 
     made_by: dict[Value, Degrees] = {}
     for node in program.nodes:
         degrees = plan.layers.get(node.name)
-        followed = _followed(node, made_by)
+        before = followed(node, made_by)
         site = Site(
             node,
             layouts,
@@ -60,7 +61,7 @@ def plan_program(program: Program, plan: Plan, *, ranks: int, rank: int, draws: 
             draws,
             stream=_stream(node),
             statistics=plan.statistics,
-            followed=followed,
+            followed=before,
         )
         lowered = lower_call(site, planned.fallbacks)
         for value, need in zip(lowered.operands, lowered.operation.needs, strict=True):
@@ -68,7 +69,7 @@ def plan_program(program: Program, plan: Plan, *, ranks: int, rank: int, draws: 
                 layouts[value] = _as_needed(value, need, node, plan, named)
                 undecided.discard(value)
         _check_shapes(node, lowered)
-        made_by.update(dict.fromkeys(node.outs, degrees or followed))
+        made_by.update(dict.fromkeys(node.outs, degrees or before))
         planned.lowered.append(lowered)
         layouts.update(zip(node.outs, lowered.operation.outs, strict=True))
     return planned
@@ -84,8 +85,11 @@ def _check_shapes(node: Node, lowered: Lowered) -> None:
             )
 
 
-def _followed(node: Node, made_by: dict[Value, Degrees]) -> Degrees:
-    """Return the degrees of the layer that made the largest operand, the first on ties."""
+def followed(node: Node, made_by: Mapping[Value, Degrees]) -> Degrees:
+    """Return the degrees of the layer that made the largest operand, the first on ties.
+
+    Nothing made an input: what reads it is not cut by degrees that it does not have.
+    """
     operands = [value for value in node.values() if value in made_by]
     largest = max(operands, key=lambda value: torch.Size(value.shape).numel(), default=None)
     return Degrees() if largest is None else made_by[largest]
@@ -146,21 +150,25 @@ def _bytes(value: Value) -> int:
     return int(torch.Size(value.shape).numel()) * value.dtype.itemsize
 
 
-def _input_layout(
-    value: Value, program: Program, plan: Plan, named: dict[Value, str], ranks: int
+def input_layout(
+    value: Value, program: Program, plan: Plan, named: Mapping[Value, str], ranks: int
 ) -> Layout | None:
     """Cut an input as its first consumer with degrees is cut, but not along channels."""
+    first = first_named(value, program, plan.layers)
+    if first is None:
+        return None
+    dims = named[value] if plan.io_channels else named[value].replace("c", ".")
+    return Layout.of(value.shape, dims, plan.layers[first], ranks=ranks)
+
+
+def first_named(value: Value, program: Program, names: Container[str]) -> str | None:
+    """Return the first call of some names that an input reaches: it decides how the input lies."""
     frontier = {value}
     for node in program.nodes:
-        if not frontier.intersection(node.values()):
-            continue
-        degrees = plan.layers.get(node.name)
-        if degrees is not None:
-            dims = named[value]
-            if not plan.io_channels:
-                dims = dims.replace("c", ".")
-            return Layout.of(value.shape, dims, degrees, ranks=ranks)
-        frontier.update(node.outs)
+        if frontier.intersection(node.values()):
+            if node.name in names:
+                return node.name
+            frontier.update(node.outs)
     return None
 
 

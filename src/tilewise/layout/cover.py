@@ -65,13 +65,18 @@ class Block(NamedTuple):
 
     @classmethod
     def union(cls, intervals: Sequence[Interval]) -> Block:
-        """Keep several intervals side by side."""
+        """Keep several intervals side by side; those that go on where one ends are one piece.
+
+        So blocks that hold the same are equal, however they were put together.
+        """
         pieces: list[Piece] = []
         at = 0
         for start, stop in intervals:
-            if start < stop:
+            if start < stop and pieces and pieces[-1].stop == start:
+                pieces[-1] = pieces[-1]._replace(stop=stop)
+            elif start < stop:
                 pieces.append(Piece(start, stop, at))
-                at += stop - start
+            at += max(stop - start, 0)
         return cls(at, tuple(pieces))
 
     @property

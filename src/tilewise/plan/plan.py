@@ -246,24 +246,42 @@ def _sharing(graph: Layers) -> dict[str, list[Layer]]:
     return {name: layers for name, layers in found.items() if len(layers) > 1}
 
 
+def _weight_cut(layer: Layer, degrees: Degrees) -> tuple[int, int]:
+    """Return the parts of a weight's first two dims: filters and channels, or the other way round.
+
+    Where only the product of c and f counts, the first dim alone is cut.
+    """
+    if "cf" in layer.extents:
+        return degrees.c * degrees.f, 1
+    return (degrees.c, degrees.f) if "transpose" in layer.kind else (degrees.f, degrees.c)
+
+
+def _with_weight_cut(layer: Layer, degrees: Degrees, cut: tuple[int, int]) -> Degrees:
+    first, second = cut
+    if "cf" in layer.extents or "transpose" in layer.kind:
+        return degrees.with_(c=first, f=second)
+    return degrees.with_(c=second, f=first)
+
+
 def _align_shared(graph: Layers, layers: dict[str, Degrees], notes: list[str]) -> None:
-    """Give layers that share a parameter the smallest channel and filter degrees among them."""
+    """Cut layers that share a parameter so that it is cut alike, as the one that cuts it least."""
     for sharers in _sharing(graph).values():
-        mine = [layer.name for layer in sharers if layer.name in layers]
-        pairs = {(layers[name].c, layers[name].f) for name in mine}
-        if len(pairs) > 1:
-            c, f = min(pairs, key=lambda pair: pair[0] * pair[1])
-            for name in mine:
-                layers[name] = layers[name].with_(c=c, f=f)
-            notes.append(f"{', '.join(mine)}: share a parameter, so they share c{c} f{f}")
+        mine = [layer for layer in sharers if layer.name in layers]
+        cuts = {_weight_cut(layer, layers[layer.name]) for layer in mine}
+        if len(cuts) > 1:
+            cut = min(cuts, key=lambda pair: pair[0] * pair[1])
+            for layer in mine:
+                layers[layer.name] = _with_weight_cut(layer, layers[layer.name], cut)
+            split = ", ".join(f"{one.name} '{layers[one.name]}'" for one in mine)
+            notes.append(f"{split}: they share a parameter, so it is cut alike")
 
 
 def _check_shared(graph: Layers, plan: Plan) -> None:
     for parameter, sharers in _sharing(graph).items():
-        named = [layer.name for layer in sharers if layer.name in plan.layers]
-        pairs = {(plan.layers[name].c, plan.layers[name].f): name for name in named}
-        if len(pairs) > 1:
-            split = " and ".join(f"{name} '{plan.layers[name]}'" for name in pairs.values())
-            raise PlanError(
-                f"plan: {split} share the parameter {parameter}, so their c and f must be equal"
-            )
+        named = [layer for layer in sharers if layer.name in plan.layers]
+        cuts = {_weight_cut(layer, plan.layers[layer.name]): layer.name for layer in named}
+        if len(cuts) > 1:
+            split = " and ".join(f"{name} '{plan.layers[name]}'" for name in cuts.values())
+            turned = len({"transpose" in layer.kind for layer in named}) > 1
+            equal = "one's c must be the other's f" if turned else "their c and f must be equal"
+            raise PlanError(f"plan: {split} share the parameter {parameter}, so {equal}")

@@ -21,6 +21,7 @@ from tilewise.graph.graph import Node, Value
 from tilewise.graph.sync import BUCKET_BYTES
 from tilewise.planner.candidates import LETTERS
 from tilewise.planner.forms import Form, Swap
+from tilewise.planner.layouts import Layouts
 from tilewise.planner.machine import Machine
 from tilewise.planner.price import link_s, sum_s
 
@@ -211,17 +212,23 @@ def node_cost(form: Form, setting: Setting, *, grads: set[Value]) -> NodeCost:
 @dataclass(frozen=True)
 class Block:
     """What a call needs of a parameter, for every candidate: elements, and how many ranks share
-    them."""
+    them. `layouts` tell which rank needs which block."""
 
     parameter: Value
     elements: Floats
     sharers: Ints
+    layouts: Layouts
 
 
 def blocks_of(form: Form) -> list[Block]:
     """List the blocks of parameters that a call needs."""
     return [
-        Block(value, form.share("need", index) * prod(value.shape), form.sharers(index))
+        Block(
+            value,
+            form.share("need", index) * prod(value.shape),
+            form.sharers(index),
+            Layouts.of_degrees(value.shape, form.devices, form.table, form.roles(index)),
+        )
         for index, value in enumerate(form.operands)
         if value.origin == "parameter"
     ]
@@ -398,17 +405,23 @@ def add_parameters(cost: NodeCost, blocks: Sequence[Block], setting: Setting) ->
     total = sum((block.elements for block in blocks), np.zeros_like(cost.sync))
     held = total * setting.itemsize
     sharers = np.max([block.sharers for block in blocks], axis=0).astype(np.float64)
-    summed = (total + len(blocks)) * setting.itemsize
-    # samples and space are the slowest axes, so whoever shares a block reaches over all devices
-    span = np.where(sharers > 1, float(setting.devices), 1.0)
-    bucket = np.maximum(summed, float(setting.bucket_bytes))
-    cost.sync += sum_s(setting.machine, bucket, sharers, span) * summed / bucket
+    parts = (np.where(block.sharers > 1, block.elements + 1, 0.0) for block in blocks)
+    cost.sync += sync_s(sum(parts, np.zeros_like(total)), sharers, setting)
     cost.optimizer += memory_s(setting.machine, held * (3 + 2 * setting.states))
     cost.trained_bytes += held
     largest = np.max([block.elements for block in blocks], axis=0) * setting.itemsize
     # while a gradient is summed there is a copy of it, and afterwards the optimizer's temporaries
     copies = np.maximum(TEMPORARIES[setting.optimizer], sharers > 1)
     cost.copy_bytes[:] = np.maximum(cost.copy_bytes, copies * largest)
+
+
+def sync_s(elements: Floats, sharers: Floats, setting: Setting) -> Floats:
+    """Return the seconds of a layer's share of the buckets in which gradients are summed."""
+    summed = elements * setting.itemsize
+    # samples and space are the slowest axes, so whoever shares a block reaches over all devices
+    span = np.where(sharers > 1, float(setting.devices), 1.0)
+    bucket = np.maximum(summed, float(setting.bucket_bytes))
+    return sum_s(setting.machine, bucket, sharers, span) * summed / bucket
 
 
 def swap_s(swap: Swap, setting: Setting, itemsize: int) -> Floats:

@@ -6,16 +6,17 @@ each layout that its operand may have.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
 
 from tilewise.graph.graph import Node, Value
+from tilewise.graph.held import at_rest
 from tilewise.graph.lower import lower_call
 from tilewise.graph.rule import REGISTRY, Lowered, Site
-from tilewise.layout import PARTIAL, Cover, Degrees, Layout, Move
+from tilewise.layout import PARTIAL, Axes, Cover, Degrees, Layout, Move
 from tilewise.ops.draws import Draws
 from tilewise.planner.candidates import LETTERS
 from tilewise.planner.cost import (
@@ -89,8 +90,26 @@ def follow_simple(
         statistics = _statistics_s(channels, others, table, setting)
         cost.exchange_forward += statistics
         cost.exchange_backward += statistics * (node.values()[0] in grads)
-    blocks = [Block(v, channels, others) for v in node.values() if v.origin == "parameter"]
+    blocks = [
+        Block(v, channels, others, _beside(v, node, place, others))
+        for v in node.values()
+        if v.origin == "parameter"
+    ]
     return Followed(cost, [place], {}, blocks)
+
+
+def _beside(parameter: Value, node: Node, place: Place, sharers: Ints) -> Layouts:
+    """Return how a parameter of an element-wise call or a batch norm is cut beside its operand."""
+    shape, layouts = node.out.shape, place.layouts
+    lead = len(shape) - len(parameter.shape)
+    dims = [1] if node.kind in SIMPLE and len(shape) > 1 else range(lead, len(shape))
+    parts = np.ones((len(layouts), len(parameter.shape)), np.int64)
+    outer = parts.copy()
+    for dim, at in zip(range(len(parameter.shape)), dims):
+        if at >= 0 and parameter.shape[dim] == shape[at]:
+            parts[:, dim], outer[:, dim] = layouts.parts[:, at], layouts.outer[:, at]
+    where = place.where
+    return Layouts(parameter.shape, layouts.ranks, parts[where], outer[where], sharers)
 
 
 def _statistics_s(channels: Floats, sharers: Ints, table: Ints, setting: Setting) -> Floats:
@@ -130,8 +149,9 @@ def follow(
             value,
             np.array([row.blocks[i][0] for row in rows], np.float64)[place.where],
             np.array([row.blocks[i][1] for row in rows], np.int64)[place.where],
+            _asked_layouts([row.blocks[i] for row in rows]).take(place.where),
         )
-        for i, (_, _, value) in enumerate(rows[0].blocks)
+        for i, (_, _, value, _) in enumerate(rows[0].blocks)
     ]
     places = []
     for index in range(len(node.outs)):
@@ -142,6 +162,12 @@ def follow(
         for value in rows[0].wants
     }
     return Followed(cost, places, wants, blocks)
+
+
+def _asked_layouts(blocks: Sequence[tuple[int, int, Value, Axes]]) -> Layouts:
+    """Return where blocks of a parameter are needed, and for how many ranks' results."""
+    found = Layouts.of_layouts([Layout(value.shape, axes) for *_, value, axes in blocks])
+    return replace(found, partial=np.array([sharers for _, sharers, *_ in blocks], np.int64))
 
 
 class _Asked:
@@ -162,7 +188,7 @@ class _Asked:
         self.exchange_forward = self.exchange_backward = 0.0
         moves: list[tuple[Cover, Cover, int, bool]] = []
         self.wants: dict[Value, Layout] = {}
-        self.blocks: list[tuple[int, int, Value]] = []
+        self.blocks: list[tuple[int, int, Value, Axes]] = []
         local = 0.0
         for value, need in zip(lowered.operands, operation.needs, strict=True):
             size = _largest(need.cover)
@@ -172,11 +198,11 @@ class _Asked:
                 self.wants[value] = need.home
             elif value.origin == "parameter":
                 sharers = prod(a.size for a in need.cover.axes if a.dim == PARTIAL)
-                self.blocks.append((size, sharers, value))
+                self.blocks.append((size, sharers, value, at_rest(need.cover).axes))
             if not value.held:
                 local += size * setting.size(value)
         for index, ends in enumerate(operation.inner):
-            width, back = inner_exchange(node, index, len(operation.inner))
+            width, back = inner_exchange(node, index, len(operation.inner), setting.size)
             moves.append((*ends, width, back and operand in grads))
         for out, give, to in zip(node.outs, operation.gives, operation.outs, strict=True):
             moves.append((give, Cover.of(to), setting.size(out), out in grads))
@@ -193,7 +219,7 @@ class _Asked:
         has = node.out in grads
         self.compute_backward = has * self.compute_forward * backward / forward
         if node.flops:
-            moved = local + sum(size * setting.size(value) for size, _, value in self.blocks)
+            moved = local + sum(size * setting.size(value) for size, _, value, _ in self.blocks)
             forth_s, back_s = _product_s(node, lowered, setting, moved, grads)
             self.compute_forward, self.compute_backward = forth_s, has * back_s
         self.burst = 0.0 if still else 2.0 * local

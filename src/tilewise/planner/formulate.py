@@ -21,25 +21,29 @@ from tilewise.graph.graph import Node, Value
 from tilewise.graph.labels import labels
 from tilewise.graph.sync import BUCKET_BYTES
 from tilewise.layout import Degrees, Layout
-from tilewise.plan import Layer, Plan
+from tilewise.plan import Plan
 from tilewise.planner.calls import SplitCall, described, key_of, list_calls, use_measured
-from tilewise.planner.cost import Block, NodeCost, Setting, add_parameters, blocks_of, node_cost
+from tilewise.planner.cost import NodeCost, Setting, blocks_of, node_cost
 from tilewise.planner.follow import follow, follow_simple, simple
 from tilewise.planner.forms import Form, Known
 from tilewise.planner.layouts import Layouts
 from tilewise.planner.memory import keeps
 from tilewise.planner.moves import MoveCosts, Reader, Tables
+from tilewise.planner.parameters import Parameters
 from tilewise.planner.payload import differentiable
 from tilewise.planner.places import (
     Choices,
+    Place,
     choices,
     chooses,
+    decided,
     first_reader,
+    input_layouts,
     largest,
     letter_roles,
     place_of,
 )
-from tilewise.planner.solve import Consumer, Problem, Tie, Transfer, Variable
+from tilewise.planner.solve import Consumer, Problem, Transfer, Variable
 from tilewise.planner.spans import Span, spans
 from tilewise.planner.stretches import named, stretches
 
@@ -60,6 +64,7 @@ class Formulation:
     moves: dict[Value, MoveCosts] = field(default_factory=dict)
     calls: dict[str, SplitCall] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
+    parameters: Parameters = field(default_factory=Parameters)
     problem: Problem = field(init=False)
 
     @property
@@ -111,11 +116,13 @@ def formulate(
     pins: Mapping[str, Degrees] | None = None,
     recompute: bool = False,
     with_calls: bool = False,
+    inputs: Mapping[Value, Layout] | None = None,
 ) -> Formulation:
     """Price all candidates of all layers, and all moves between them.
 
     With `recompute` a layer and those behind it may also be computed again in backward.
-    `with_calls` also lists all calls under all their splits, to be measured.
+    `with_calls` also lists all calls under all their splits, to be measured. `inputs` lie as they
+    are said to, others as the first layer with candidates wants them.
     """
     texts = labels(graph.training)
     setting = replace(setting, bucket_bytes=min(BUCKET_BYTES, _parameter_bytes(graph, setting)))
@@ -126,11 +133,20 @@ def formulate(
     both = zip(some.candidates, some.stretches, strict=True)
     some.candidates = [one.twice() if stretch else one for one, stretch in both]
     found = Formulation(graph, setting, some)
-    _Walk(found, texts, with_calls).run()
+    _Walk(found, texts, with_calls).run(inputs or {})
     for cost in found.costs.values():
         cost.scale(setting.step)
     found.problem = _problem(found)
     return found
+
+
+def formulate_plan(
+    graph: Graph, setting: Setting, plan: Plan
+) -> tuple[Formulation, tuple[int, ...]]:
+    """Price one plan as it runs, whatever it leaves unnamed; return its choice too."""
+    pins, inputs = decided(graph, plan), input_layouts(graph, plan, setting.devices)
+    found = formulate(graph, setting, pins=pins, recompute=bool(plan.recompute), inputs=inputs)
+    return found, found.choice(Plan(pins, recompute=plan.recompute))
 
 
 class _Walk:
@@ -144,16 +160,19 @@ class _Walk:
         self.known = Known()
         self.kept: set[Value] = set()
         self.outside: set[Value] = set()
-        self.uses: dict[str, dict[str, Block]] = {}
 
-    def run(self) -> None:
+    def run(self, inputs: Mapping[Value, Layout]) -> None:
         program = self.choices.program
         for value in program.inputs:
             owner = first_reader(value, program, self.choices.variable)
             if owner is not None:
-                some = self.choices.candidates[owner]
+                some, text = self.choices.candidates[owner], self.named[value]
+                if value in inputs:
+                    given = Layouts.of_layouts([inputs[value]])
+                    self.places[value] = Place(owner, given, np.zeros(len(some), np.int64))
+                    continue
                 self.places[value] = place_of(
-                    value, owner, some, self.named[value], self.setting.devices, channels=False
+                    value, owner, some, text, self.setting.devices, channels=False
                 )
         layers = {layer.name: layer for layer in self.found.graph.layers}
         for node in program.nodes:
@@ -161,7 +180,7 @@ class _Walk:
                 self._decide(node)
             else:
                 self._follow(node)
-        self._charge_parameters()
+        self.found.parameters.charge(self.found.costs, self.setting)
         self._outputs()
         self._hold()
         found = self.found
@@ -178,7 +197,7 @@ class _Walk:
             self._measured(node, cost, splits, np.arange(len(some)))
         self.choices.owner[node.name] = variable
         self.found.costs[node.name] = cost
-        self._use(node, blocks_of(form))
+        self.found.parameters.use(node, blocks_of(form))
         for index, value in enumerate(form.operands):
             if value.held or value not in self.places:
                 continue
@@ -218,7 +237,7 @@ class _Walk:
             found = follow(node, operand, place, self.named, table, self.setting, grads=self.grads)
         self.choices.owner[node.name] = place.owner
         self.found.costs[node.name] = found.cost
-        self._use(node, found.blocks)
+        self.found.parameters.use(node, found.blocks)
         if self._by_call:
             layouts = [place.layouts.layout_at(row) for row in range(len(place.layouts))]
             self._measured(node, found.cost, layouts, place.where, operand)
@@ -232,37 +251,6 @@ class _Walk:
         if pinned is None and keeps(node, self.grads).operands:
             self._keep(operand, node)
         self._note_results(node)
-
-    def _use(self, node: Node, blocks: list[Block]) -> None:
-        """Note the parameters that a call uses."""
-        for block in blocks:
-            self.uses.setdefault(str(block.parameter.source), {})[node.name] = block
-
-    def _charge_parameters(self) -> None:
-        """Charge each parameter once, however many calls use it.
-
-        Its gradient is there from the backward of the last one on. That of any other one makes
-        another gradient, and the sum of both. It is summed over ranks in a copy, whatever its size
-        (see graph/sync.py), which simulations still have when the optimizer begins.
-        """
-        costs, itemsize = self.found.costs, self.setting.itemsize
-        first: dict[str, list[Block]] = {}
-        for uses in self.uses.values():
-            name, block = next(iter(uses.items()))
-            first.setdefault(name, []).append(block)
-            if not block.parameter.trained:
-                continue
-            *others, last = uses
-            costs[last].gradient_bytes += uses[last].elements * itemsize
-            for name in others:
-                costs[name].burst_bytes += 2 * uses[name].elements * itemsize
-        for name, blocks in first.items():
-            add_parameters(costs[name], blocks, self.setting)
-            for block in blocks:
-                shared = len(self.uses[str(block.parameter.source)]) > 1
-                if shared and block.parameter.trained:
-                    copied = np.where(block.sharers > 1, block.elements, 0.0)
-                    costs[name].copy_bytes += copied * itemsize
 
     @property
     def _by_call(self) -> bool:
@@ -315,7 +303,7 @@ class _Walk:
         cost = self.found.costs[node.name]
         if stays and not halo.all():
             self._keep(value, node)
-            copied = ~halo & (wants.local() < place.local)  # of an input, say, some channels
+            copied = ~halo & (wants.local() != place.local)  # of an input, say, some channels
             cost.saved_bytes += np.where(copied, wants.local() * self.setting.size(value), 0.0)
         targets, where = wants.distinct()
         costs = MoveCosts(value, place.layouts, targets, self.setting, value in self.grads)
@@ -455,7 +443,8 @@ def _problem(found: Formulation) -> Problem:
             for reader, wants in zip(readers, moves.wants, strict=True)
         )
         transfers.append(Transfer(value.name, place.owner, moves.leaves, consumers, moves))
-    return Problem(tuple(variables), tuple(transfers), tuple(_ties(found)))
+    ties = found.parameters.ties(found.choices.variable)
+    return Problem(tuple(variables), tuple(transfers), tuple(ties))
 
 
 def _largest_bucket(found: Formulation) -> int:
@@ -476,18 +465,3 @@ def _parameter_sizes(graph: Graph, setting: Setting) -> dict[str, int]:
         for value in node.values()
         if value.trained
     }
-
-
-def _ties(found: Formulation) -> list[Tie]:
-    """Tie the channel and filter degrees of layers that share a parameter."""
-    sharing: dict[str, list[int]] = {}
-    layers: dict[str, Layer] = {layer.name: layer for layer in found.graph.layers}
-    for name, variable in found.choices.variable.items():
-        for parameter in layers[name].shares:
-            sharing.setdefault(parameter, []).append(variable)
-    ties = []
-    for members in {tuple(some) for some in sharing.values() if len(some) > 1}:
-        tables = [found.choices.candidates[variable].table for variable in members]
-        labels_ = tuple(table[:, 4] * found.setting.devices * 2 + table[:, 5] for table in tables)
-        ties.append(Tie(members, labels_))
-    return ties

@@ -7,7 +7,7 @@ where there are any, and the gradients of parameters are summed over the ranks t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -25,6 +25,7 @@ from tilewise.planner.traffic import Traffic, traffic
 NORMS = ("batch_norm", "group_norm", "instance_norm", "layer_norm", "var", "std")
 PICKS = ("amax", "amin", "max", "min", "argmax", "argmin")
 WIDE = 8  # bytes of a float64 or int64
+Size = Callable[[Value], int]
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,16 @@ class Shared:
 
 
 class Payload:
-    """What a planned training program sends."""
+    """What a planned training program sends; `size` tells the bytes of an element of a tensor.
 
-    def __init__(self, planned: Planned, plan: Plan, *, node: int) -> None:
+    By default those are of the dtype that the program was captured in.
+    """
+
+    def __init__(
+        self, planned: Planned, plan: Plan, *, node: int, size: Size | None = None
+    ) -> None:
         self.planned, self.plan, self.node = planned, plan, node
+        self.size = width if size is None else size
         self.ranks = max((layout.ranks for layout in planned.layouts.values()), default=1)
         self.differentiable = differentiable(planned.program)
         self.storage = chosen_covers(planned.lowered, lambda value: str(value.source), self.ranks)
@@ -96,11 +103,11 @@ class Payload:
                     cover = target.cover if isinstance(target, Need) else Cover.of(target)
                     grad = value in self.differentiable and not node.no_grad
                     kind = _kind(source, need) if target is need else "exchange"
-                    yield Sent(node.name, kind, Move(source, cover), width(value), grad, times)
+                    yield Sent(node.name, kind, Move(source, cover), self.size(value), grad, times)
             yield from self._own(node, lowered, times)
         for value, target in zip(planned.program.output_values, output_layouts(planned, self.plan)):
             move = Move(Cover.of(planned.layouts[value]), Cover.of(target))
-            yield Sent("output", "exchange", move, width(value), value in self.differentiable)
+            yield Sent("output", "exchange", move, self.size(value), value in self.differentiable)
 
     def _held(self, node: Node, value: Value, need: Need, times: int) -> Iterator[Sent]:
         """Yield what brings a parameter or buffer that is not held as it is needed."""
@@ -111,9 +118,9 @@ class Payload:
             return
         move = Move(storage, need.cover)
         grad = value.trained and not node.no_grad
-        yield Sent(node.name, "held", move, width(value), grad, times)
+        yield Sent(node.name, "held", move, self.size(value), grad, times)
         if value in written_buffers(node):
-            yield Sent(node.name, "held", move.adjoint, width(value), False)
+            yield Sent(node.name, "held", move.adjoint, self.size(value), False)
 
     def _own(self, node: Node, lowered: Lowered, times: int) -> Iterator[Sent]:
         """Yield the exchanges inside a call, and those that finish its results."""
@@ -121,13 +128,13 @@ class Payload:
         grads = any(out in self.differentiable for out in node.outs)
         inputs = any(v in self.differentiable for v in lowered.operands if not v.held)
         for index, ends in enumerate(operation.inner):
-            size, back = inner_exchange(node, index, len(operation.inner))
+            size, back = inner_exchange(node, index, len(operation.inner), self.size)
             backward = back and inputs and not node.no_grad
             yield Sent(node.name, "exchange", Move(*ends), size, backward, times)
         for out, given, layout in zip(node.outs, operation.gives, operation.outs, strict=True):
             move = Move(given, Cover.of(layout))
             backward = grads and out in self.differentiable
-            yield Sent(node.name, "exchange", move, width(out), backward, times)
+            yield Sent(node.name, "exchange", move, self.size(out), backward, times)
 
     @cached_property
     def shared(self) -> tuple[Shared, ...]:
@@ -139,7 +146,7 @@ class Payload:
                 if not value.trained or not need.cover.partial:
                     continue
                 if self.storage[name].same_blocks(need.cover):
-                    one = Shared(node.name, name, need.cover, width(value))
+                    one = Shared(node.name, name, need.cover, self.size(value))
                     found.setdefault((name, need.cover), one)
         return tuple(found.values())
 
@@ -170,23 +177,23 @@ class Payload:
 
 
 def width(value: Value) -> int:
-    """Return the bytes of one element."""
+    """Return the bytes of one element as it was captured."""
     return value.dtype.itemsize
 
 
-def inner_exchange(node: Node, index: int, count: int) -> tuple[int, bool]:
+def inner_exchange(node: Node, index: int, count: int, size: Size) -> tuple[int, bool]:
     """Return bytes an element and whether gradients come back, of an exchange inside a call.
 
     Statistics travel in float64, half types are summed in float32; see the operators' files.
     """
     value = node.values()[0]
-    wide = max(width(value), 4)
+    wide = max(size(value), 4)
     if node.kind in NORMS:
         return WIDE, True
     if node.kind in PICKS:
         return WIDE, False
     if node.kind.startswith("adaptive_max") or node.kind.startswith("max_pool"):
-        return (WIDE, False) if index else (width(value), True)
+        return (WIDE, False) if index else (size(value), True)
     if node.kind in ("softmax", "log_softmax", "cross_entropy_loss") and count > 1:
         return wide, index > 0
     return wide, True

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from tilewise.graph.captured import Graph
 from tilewise.graph.graph import Node, Program, Value
-from tilewise.layout import REPLICA, Degrees
+from tilewise.graph.labels import labels
+from tilewise.graph.lower import first_named, followed, input_layout
+from tilewise.layout import REPLICA, Degrees, Layout
 from tilewise.plan import Layer, Plan
 from tilewise.planner.candidates import LETTERS, Candidates, candidates
 from tilewise.planner.layouts import Layouts
@@ -70,10 +72,15 @@ def chooses(node: Node, layer: Layer) -> bool:
     """Whether a call has candidates of its own."""
     if not layer.extents or node.kind in FOLLOWERS or node.kind.startswith(ADAPTIVE):
         return False
-    if node.kind.startswith("conv") or node.kind == "linear":
+    if weighted(node):
         return True
     operands = [value for value in node.values() if not value.held]
     return len(operands) > 1 or _has_window(node)
+
+
+def weighted(node: Node) -> bool:
+    """Whether a call is a convolution or a linear layer."""
+    return node.kind.startswith("conv") or node.kind == "linear"
 
 
 def _has_window(node: Node) -> bool:
@@ -81,12 +88,12 @@ def _has_window(node: Node) -> bool:
 
 
 def choices(
-    graph: Graph, labels: Mapping[Value, str], devices: int, pins: Mapping[str, Degrees]
+    graph: Graph, named: Mapping[Value, str], devices: int, pins: Mapping[str, Degrees]
 ) -> Choices:
     """Find the variables of the training program and their candidates."""
     program = graph.training
     layers = {layer.name: layer for layer in graph.layers}
-    found = Choices(program, labels, devices)
+    found = Choices(program, named, devices)
     for node in program.nodes:
         layer = layers[node.name]
         if chooses(node, layer) or (node.name in pins and layer.extents):
@@ -99,7 +106,7 @@ def choices(
 def decided(graph: Graph, plan: Plan) -> dict[str, Degrees]:
     """Return the degrees of all layers that the planner chooses, or that a plan cuts differently.
 
-    Those that a plan does not name are cut as the layer that they follow.
+    Those that a plan does not name are cut as the layer that they follow, as they run.
     """
     return _decided(graph, plan)[0]
 
@@ -110,24 +117,49 @@ def resolved(graph: Graph, plan: Plan) -> dict[str, Degrees]:
 
 
 def _decided(graph: Graph, plan: Plan) -> tuple[dict[str, Degrees], dict[str, Degrees]]:
+    """Return what of the layers is decided, and the degrees of every one (see graph/lower.py).
+
+    Layers with weights follow the degrees of the layer before them; where there is none but an
+    input, they are not cut. All others follow how their operand lies, inputs included.
+    """
+    program, named = graph.training, labels(graph.training)
     layers = {layer.name: layer for layer in graph.layers}
     made_by: dict[Value, Degrees] = {}
+    lies = {value: _input_degrees(value, program, plan, named) for value in program.inputs}
     found: dict[str, Degrees] = {}
     every: dict[str, Degrees] = {}
-    for node in graph.training.nodes:
-        layer = layers[node.name]
-        operands = [value for value in node.values() if value in made_by]
-        largest = max(operands, key=lambda value: prod(value.shape), default=None)
-        followed = Degrees() if largest is None else made_by[largest]
-        degrees = plan.layers.get(node.name)
+    for node in program.nodes:
+        layer, degrees = layers[node.name], plan.layers.get(node.name)
+        before, operand = followed(node, made_by), largest(node, lies)
+        like = Degrees() if operand is None else lies[operand]
+        like = before if weighted(node) else like
         if chooses(node, layer):
-            usable = {k: v for k, v in followed.items() if k in layer.extents}
+            usable = {k: v for k, v in like.items() if k in layer.extents}
             found[node.name] = Degrees(**usable) if degrees is None else degrees
-        elif degrees is not None and degrees != followed:
+        elif degrees is not None and degrees != like:
             found[node.name] = degrees
-        every[node.name] = found.get(node.name, followed)
-        made_by.update(dict.fromkeys(node.outs, every[node.name]))
+        every[node.name] = found.get(node.name, like)
+        made_by.update(dict.fromkeys(node.outs, degrees or before))
+        lies.update(dict.fromkeys(node.outs, every[node.name]))
     return found, every
+
+
+def _input_degrees(
+    value: Value, program: Program, plan: Plan, named: Mapping[Value, str]
+) -> Degrees:
+    """Return the degrees that an input is cut by, of those that a plan gives to its reader."""
+    first = first_named(value, program, plan.layers)
+    kept = set(named[value]) - {"."} if plan.io_channels else set(named[value]) - {".", "c"}
+    kept |= {"f"} if "c" in kept else set()
+    degrees = Degrees() if first is None else plan.layers[first]
+    return Degrees(**{letter: size for letter, size in degrees.items() if letter in kept})
+
+
+def input_layouts(graph: Graph, plan: Plan, devices: int) -> dict[Value, Layout]:
+    """Return how a plan cuts the inputs, where some layer that it names decides that."""
+    program, named = graph.training, labels(graph.training)
+    found = {v: input_layout(v, program, plan, named, devices) for v in program.inputs}
+    return {value: layout for value, layout in found.items() if layout is not None}
 
 
 def letter_roles(text: str) -> dict[str, int]:
@@ -139,13 +171,8 @@ def letter_roles(text: str) -> dict[str, int]:
 
 def first_reader(value: Value, program: Program, variable: Mapping[str, int]) -> int | None:
     """Return the variable that decides how an input lies: the first one that it reaches."""
-    frontier = {value}
-    for node in program.nodes:
-        if frontier.intersection(node.values()):
-            if node.name in variable:
-                return variable[node.name]
-            frontier.update(node.outs)
-    return None
+    name = first_named(value, program, variable)
+    return None if name is None else variable[name]
 
 
 def place_of(

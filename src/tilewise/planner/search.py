@@ -28,7 +28,7 @@ from tilewise.planner.baselines import NAMES, baselines
 from tilewise.planner.candidates import Dropped
 from tilewise.planner.cost import Setting, WholeStep
 from tilewise.planner.explain import Alternative, alternatives, left_out
-from tilewise.planner.formulate import Formulation, formulate
+from tilewise.planner.formulate import Formulation, formulate, formulate_plan
 from tilewise.planner.frontier import frontier
 from tilewise.planner.lighter import Lighter
 from tilewise.planner.machine import Machine, load_machine
@@ -188,8 +188,9 @@ class Found:
         return plan_program(program, plan, ranks=self.devices, rank=0, draws=Draws(0))
 
     def payload(self, plan: Plan) -> Payload:
-        """Return all that a plan sends, counted on the planned program."""
-        return Payload(self.planned(plan), plan, node=self.machine.devices_per_node)
+        """Return all that a plan sends in the planned dtype, counted on the planned program."""
+        setting = self.formulation.setting
+        return Payload(self.planned(plan), plan, node=setting.node, size=setting.size)
 
     def learned(self, step: WholeStep, known: Sequence[Plan]) -> Found:
         """Search again with what parts take within a whole step, beginning with known plans."""
@@ -209,16 +210,17 @@ class Found:
         check_names(found.graph, plan)
         degrees = decided(found.graph, plan)
         again = any(found.choices.stretches)
-        if self.pins or degrees.keys() != set(found.names) or (plan.recompute and not again):
-            again = bool(plan.recompute)
-            found = formulate(found.graph, found.setting, pins=degrees, recompute=again)
-        choice = found.choice(Plan(degrees, recompute=plan.recompute))
+        # here inputs lie as their first readers want them: a plan that does not name those differs
+        here = degrees.keys() == set(found.names) <= plan.layers.keys() and not plan.io_channels
+        if self.pins or not here or (plan.recompute and not again):
+            found, choice = formulate_plan(found.graph, found.setting, plan)
+        else:
+            choice = found.choice(Plan(degrees, recompute=plan.recompute))
         try:
             cost = evaluate(found.problem, choice)
-        except ValueError as error:
-            raise PlanError(
-                "plan: layers that share a parameter must have the same c and f"
-            ) from error
+        except ValueError:  # layers need other blocks of a parameter that they share: it moves
+            found, choice = formulate_plan(found.graph, found.setting, plan)
+            cost = evaluate(found.problem, choice)
         peak = peak_bytes(found, choice)
         return Priced(found.plan(choice), cost, peak, peak <= self.memory_bytes)
 

@@ -14,9 +14,8 @@ from tilewise.errors import PlanError
 from tilewise.graph import Graph
 from tilewise.plan import Plan
 from tilewise.planner.cost import Setting
-from tilewise.planner.formulate import formulate
+from tilewise.planner.formulate import formulate_plan
 from tilewise.planner.payload import Payload
-from tilewise.planner.places import decided
 from tilewise.planner.solve import Cost, evaluate
 from tilewise.planner.timeline import peak_bytes
 
@@ -59,9 +58,7 @@ class Agreement:
 def planned_cost(graph: Graph, plan: Plan, setting: Setting) -> tuple[Cost, int] | None:
     """Return the planner's cost and peak bytes of a plan, or None where it has none."""
     try:
-        pins = decided(graph, plan)
-        found = formulate(graph, setting, pins=pins, recompute=bool(plan.recompute))
-        choice = tuple(map(int, found.again(plan)))  # degrees are pinned: that is all to choose
+        found, choice = formulate_plan(graph, setting, plan)
     except PlanError:
         return None
     return evaluate(found.problem, choice), peak_bytes(found, choice)

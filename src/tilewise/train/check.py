@@ -19,9 +19,8 @@ from tilewise.host import memory_bytes
 from tilewise.ops.draws import Draws
 from tilewise.plan import Plan
 from tilewise.planner.cost import Setting
-from tilewise.planner.formulate import formulate
+from tilewise.planner.formulate import formulate_plan
 from tilewise.planner.machine import load_machine
-from tilewise.planner.places import decided
 from tilewise.planner.search import parse_bytes
 from tilewise.planner.timeline import peak_bytes
 from tilewise.train.inputs import Sets, augments, examples, open_sets, transforms
@@ -134,9 +133,7 @@ def _model_bytes(graph: Graph, plan: Plan, recipe: Recipe, ranks: int) -> int:
     itemsize = torch.float64.itemsize if train.precision == "float64" else torch.float32.itemsize
     # bytes do not depend on the machine's rates
     setting = Setting(load_machine("lassen"), ranks, "float32", itemsize, planned_as(train))
-    degrees = decided(graph, plan)
-    found = formulate(graph, setting, pins=degrees, recompute=bool(plan.recompute))
-    return peak_bytes(found, found.choice(replace(plan, layers=degrees)))
+    return peak_bytes(*formulate_plan(graph, setting, plan))
 
 
 def _input_bytes(planned: Planned, recipe: Recipe, source: Source) -> int:
