@@ -408,8 +408,8 @@ class _Walk:
                         gone[value] = cost.again > 0
                 self.kept.add(value)
                 continue
-            anew = maker is not None and maker.in_place is None and maker.kind not in VIEWS
-            if maker is not None and anew and value in self.grads:
+            fresh = maker is not None and maker.in_place is None and maker.kind not in VIEWS
+            if maker is not None and fresh and value in self.grads:
                 # nobody keeps it here, yet it is there when its maker is done
                 self.found.costs[maker.name].workspace_bytes += size
             if keepers:
