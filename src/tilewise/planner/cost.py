@@ -203,7 +203,8 @@ def node_cost(form: Form, setting: Setting, *, grads: set[Value]) -> NodeCost:
         if value in grads:
             back = form.swap("finish_back", index, prod(value.shape))
             cost.exchange_backward += swap_s(back, setting, setting.size(value))
-            buffers.backward(back.received * setting.size(value))
+            out = form.share("out", index) * prod(value.shape) * setting.size(value)
+            buffers.gathered(back.received * setting.size(value), given, out)
     _add_compute(cost, form, setting, moving, grads)
     buffers.add_to(cost, backward=any(out in grads for out in node.outs))
     return cost
@@ -238,11 +239,12 @@ class _Buffers:
     """What a call holds while messages travel: those that come and, as much again, those that go.
 
     Exchanges of one call follow each other, so the largest counts. Partial results stand beside
-    theirs until they are scattered.
+    theirs until they are scattered. A gradient is gathered before the arithmetic of backward, and
+    as it came it is there until that is done; operands' gradients travel behind the arithmetic.
     """
 
     def __init__(self, count: int) -> None:
-        self.forth, self.back = np.zeros(count), np.zeros(count)
+        self.forth, self.back, self.before, self.came = np.zeros((4, count))
 
     def forward(self, received: Floats, partial: Floats | float = 0.0) -> None:
         self.forth = np.maximum(self.forth, np.where(received > 0, 2 * received + partial, 0.0))
@@ -250,10 +252,17 @@ class _Buffers:
     def backward(self, received: Floats) -> None:
         self.back = np.maximum(self.back, 2 * received)
 
+    def gathered(self, received: Floats, whole: Floats, part: Floats) -> None:
+        """Note the gradient of a result, of which a rank has a part."""
+        travels = received > 0
+        self.before = np.maximum(self.before, np.where(travels, 2 * received + whole, 0.0))
+        self.came = np.maximum(self.came, np.where(travels, part, 0.0))
+
     def add_to(self, cost: NodeCost, *, backward: bool) -> None:
         cost.workspace_bytes += self.forth
         if backward:
-            cost.burst_bytes[:] = np.maximum(cost.burst_bytes + self.back, cost.workspace_bytes)
+            behind = cost.burst_bytes + self.back + self.came
+            cost.burst_bytes[:] = np.maximum(behind, self.before)
 
 
 def _add_compute(

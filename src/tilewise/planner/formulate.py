@@ -23,7 +23,7 @@ from tilewise.graph.sync import BUCKET_BYTES
 from tilewise.layout import Degrees, Layout
 from tilewise.plan import Plan
 from tilewise.planner.calls import SplitCall, described, key_of, list_calls, use_measured
-from tilewise.planner.cost import NodeCost, Setting, blocks_of, node_cost
+from tilewise.planner.cost import VIEWS, NodeCost, Setting, blocks_of, node_cost
 from tilewise.planner.follow import follow, follow_simple, simple
 from tilewise.planner.forms import Form, Known
 from tilewise.planner.layouts import Layouts
@@ -160,6 +160,7 @@ class _Walk:
         self.known = Known()
         self.kept: set[Value] = set()
         self.outside: set[Value] = set()
+        self.given: set[Value] = set()
 
     def run(self, inputs: Mapping[Value, Layout]) -> None:
         program = self.choices.program
@@ -208,7 +209,9 @@ class _Walk:
             rim = form.rim() if index == 0 else np.zeros(len(some), bool)
             halo = (swap.received > 0) & ~rim
             copy = form.share("need", index) * prod(value.shape)
-            self._read(node, variable, value, wants, halo)
+            fused = np.full(len(some), form.fused and index == 0)
+            apart = rim | (fused & (swap.received == 0))
+            self._read(node, variable, value, wants, halo, (apart, apart & ~rim))
             if keeps(node, self.grads).operands:
                 # a copy with neighbours' rows, or those apart; whether the operand stays, see _hold
                 copy = np.where(halo, copy, np.where(rim, swap.received, 0.0))
@@ -246,7 +249,10 @@ class _Walk:
             reads[operand] = place.layouts.take(place.where)
         for value, wants in reads.items():
             if value in self.places:
-                self._read(node, place.owner, value, wants, np.zeros(len(table), bool))
+                none = np.zeros(len(table), bool)
+                self._read(node, place.owner, value, wants, none, (none, none))
+            elif value.origin == "input" and value not in self.given:
+                self._give(node, value, wants)
         self.places.update(zip(node.outs, found.places, strict=True))
         if pinned is None and keeps(node, self.grads).operands:
             self._keep(operand, node)
@@ -275,6 +281,20 @@ class _Walk:
                 node, call, splits, operand, self.grads, lambda row: float(seconds[first[row]])
             )
 
+    def _give(self, node: Node, value: Value, wants: Layouts) -> None:
+        """Charge an input that no layer with candidates reads, such as a target, to its reader.
+
+        It is cut as that one needs it, but for channels (see graph/lower.py). What is broadcast is
+        needed whole: losses of elements begin so, and every rank is handed all of their target.
+        """
+        texts = [self.named.get(v, "") for v in node.values() if v is not value]
+        channels = [t.index("c") for t in texts if len(t) == len(value.shape) and "c" in t]
+        parts = wants.parts.copy()
+        parts[:, channels if node.kind != "broadcast_tensors" else slice(None)] = 1
+        size = replace(wants, parts=parts).local() * self.setting.size(value)
+        self.found.costs[node.name].given_bytes += size
+        self.given.add(value)
+
     def _note_results(self, node: Node) -> None:
         if keeps(node, self.grads).results:
             self.kept.update(node.outs)
@@ -292,12 +312,16 @@ class _Walk:
         value: Value,
         wants: Layouts,
         halo: Bools,
+        rim: tuple[Bools, Bools],
     ) -> None:
-        """Note a reader of a tensor; one of the tensor's own variable pays for the move itself."""
+        """Note a reader of a tensor; one of the tensor's own variable pays for the move itself.
+
+        `rim` tells where it leaves its slab as it lies, and where moves count that it is joined.
+        """
         place = self.places[value]
         stays = keeps(node, self.grads, split=bool(halo.all())).operands
         if place.owner != variable:
-            reader = Reader(node, variable, wants, stays, halo)
+            reader = Reader(node, variable, wants, stays, halo, *rim)
             self.found.readers.setdefault(value, []).append(reader)
             return
         cost = self.found.costs[node.name]
@@ -334,6 +358,13 @@ class _Walk:
         first = next(iter(self.found.costs))
         for name, cost in self.found.costs.items():
             cost.again += self.choices.again(name)
+            # computed again, it needs in backward what it needs forward
+            anew = np.maximum(cost.burst_bytes, cost.workspace_bytes)
+            cost.burst_bytes[:] = np.where(cost.again > 0, anew, cost.burst_bytes)
+        for value in self.choices.program.inputs:
+            if value not in self.places and value not in self.given:
+                whole = prod(value.shape) * self.setting.size(value)
+                self.found.costs[first].given_bytes += whole
         gone: dict[Value, Bools] = {}
         for value, place in self.places.items():
             readers = self.found.readers.get(value, [])
@@ -356,7 +387,12 @@ class _Walk:
                     else:
                         gone[value] = cost.again > 0
                 self.kept.add(value)
-            elif keepers:
+                continue
+            fresh = maker is not None and maker.in_place is None and maker.kind not in VIEWS
+            if maker is not None and fresh and value in self.grads:
+                # nobody keeps it here, yet it is there when its maker is done
+                self.found.costs[maker.name].workspace_bytes += size
+            if keepers:
                 # kept by this reader alone: as its copy with a halo, or else as it is
                 reader = keepers[0]
                 local = reader.wants.local() * self.setting.size(value)

@@ -37,7 +37,9 @@ class Reader:
     """A call of another variable that reads a tensor.
 
     `keeps` tells whether backward needs the operand, `halo` for which candidates the call makes a
-    copy of it with neighbours' rows, or pools such a copy and keeps nothing.
+    copy of it with neighbours' rows, or pools such a copy and keeps nothing. `rim` tells for which
+    it leaves its slab as it lies and keeps beside it what others send; `joins`, for which of these
+    the move has to count that both are put together for a while (see Form.rim).
     """
 
     node: Node
@@ -45,6 +47,8 @@ class Reader:
     wants: Layouts
     keeps: bool
     halo: Bools
+    rim: Bools
+    joins: Bools
 
 
 Both = tuple[Floats, Floats]
@@ -96,6 +100,8 @@ class MoveCosts:
         self.leaves: Ints = np.zeros(0, np.int64)
         self.copies = False
         self.shared_bytes = np.zeros(len(targets))
+        self.rims = np.zeros(len(targets), bool)
+        self.joined_bytes = np.zeros(len(targets))
         self._ones: dict[tuple[int, int], tuple[Moves, float, float]] = {}
         even = sources.even() and targets.even()
         work = len(sources) * len(targets) * setting.devices * max(len(value.shape), 1)
@@ -133,6 +139,11 @@ class MoveCosts:
         found.copies = copies
         several = np.sum([np.isin(np.arange(len(targets)), one) for one in wants], axis=0) > 1
         found.shared_bytes = np.where(several, local, 0.0)
+        for reader, labels_ in zip(readers, wants, strict=True):
+            # what several want alike is moved by itself, and whole
+            found.rims[labels_[reader.rim & ~several[labels_]]] = True
+            joins = labels_[reader.joins & ~several[labels_]]
+            found.joined_bytes[joins] = local[joins]
         found.wants = [one + len(targets) * flag for one, flag in zip(wants, again, strict=True)]
         found.leaves = place.where + len(place.layouts) * (copies & ~kept)
         return found
@@ -156,6 +167,10 @@ class MoveCosts:
         if not self.keeps_copies:
             return Moves.holding_nothing(forward, backward)
         held = np.where((forward > 0) | (gone[:, None] > 0), self.held[columns], 0.0)
+        apart = self._apart(rows, columns)
+        if apart is not None:  # the slab is kept where it was made, if it still is there
+            own = (self._local[rows] * self.itemsize * (gone == 0))[:, None]
+            held = np.where(apart, np.maximum(held - own, 0.0), held)
         if again.any():
             source = self._local[rows] * self.itemsize
             kept = 0.0 if self.copies else source
@@ -168,10 +183,18 @@ class MoveCosts:
         """Return the bytes that are there only while moves run, forward and backward.
 
         Forward that is the tensor as it lies, backward its gradient when it is home again; and what
-        comes and, as much again, what goes.
+        comes and, as much again, what goes. A reader that leaves its slab where it lies joins it
+        with what has come: forward when all has come, backward while gradients travel.
         """
         rows, columns = sources % len(self.sources), targets % len(self.targets)
-        return self._looked_up(self._passing, rows, columns)
+        there, back = self._looked_up(self._passing, rows, columns)
+        apart = self._apart(rows, columns)
+        if apart is None:
+            return there, back
+        own, joined = (self._local[rows] * self.itemsize)[:, None], self.joined_bytes[columns]
+        there = np.where(apart & (there > 0), np.maximum(there - own, joined), there)
+        back = np.where(apart & (back > 0), back - own + joined, back)
+        return there, back
 
     def one(self, source: int, target: int) -> tuple[Moves, float, float]:
         """Return a single move, and what passes there and back; known the next time."""
@@ -199,6 +222,32 @@ class MoveCosts:
         some, others = sources[first], targets[first]
         (forward, backward), *_ = self._each([self._seconds], some, others, paired=True).values()
         return Moves(forward[where, 0], backward[where, 0], np.zeros(len(where), np.int64))
+
+    def _apart(self, rows: Ints, columns: Ints) -> Bools | None:
+        """Return for which moves a reader keeps what comes beside its slab; None if for none.
+
+        It does where all of its slab is a part of what it wants, and no other rank's.
+        """
+        source, target = self.sources, self.targets
+        rims = self.rims[columns]
+        if not rims.any() or source.index is not None or target.index is not None:
+            return None
+        blocks = target.parts[columns].prod(1) * target.partial[columns]
+        found = rims & (source.parts[rows].prod(1)[:, None] == blocks)
+        for here, there, within in self._nested:
+            found &= within[here[rows]][:, there[columns]]
+        return found
+
+    @cached_property
+    def _nested(self) -> list[tuple[Ints, Ints, Bools]]:
+        """For each dim the cut of each source and target, and by these whether one is a part."""
+        source, target, found = self.sources, self.targets, []
+        for dim in range(len(source.shape)):
+            (some, here), (others, there) = source.cuts(dim), target.cuts(dim)
+            parts, wants = source.parts[some, dim, None], target.parts[others, dim]
+            alike = source.outer[some, dim, None] == target.outer[others, dim]
+            found.append((here, there, (wants == 1) | (alike & (parts % wants == 0))))
+        return found
 
     def _looked_up(self, of: Of, rows: Ints, columns: Ints) -> Both:
         """Return something of moves from some rows to some columns."""
