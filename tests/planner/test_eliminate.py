@@ -64,6 +64,20 @@ def test_least_sum_and_marginals_equal_enumeration(in_turn: bool) -> None:
                 assert least == pytest.approx(min(s for x, s in sums.items() if x[v] == k)), seed
 
 
+def test_the_last_variable_has_the_least_sum_with_each_candidate() -> None:
+    for seed in SEEDS:
+        costs, factors = random_terms(300 + seed)
+        last = seed % len(costs)
+        order = good_order([len(cost) for cost in costs], factors, last=last)
+        assert order.variables[-1] == last
+        least, places = Elimination(costs, factors, order.variables, order.work).with_last()
+        sums = all_sums(costs, factors)
+        for k, choice in enumerate(zip(*(some.tolist() for some in places), strict=True)):
+            assert choice[last] == k
+            assert least[k] == pytest.approx(min(s for x, s in sums.items() if x[last] == k)), seed
+            assert sums[choice] == pytest.approx(least[k]), seed
+
+
 def test_a_small_bucket_bounds_from_below() -> None:
     broken = 0
     for seed in SEEDS:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,7 +29,9 @@ from tilewise.planner.solve import (
     solve,
     solver,
 )
+from tilewise.planner.solve.pricing import Pricing
 from tilewise.planner.solve.solver import Solver
+from tilewise.planner.solve.together import costs_of
 
 SEEDS = range(30)
 SYNC = [0.0, 0.5, 1.0, 4.0]
@@ -206,6 +210,34 @@ def test_prices_of_all_variables_equal_enumeration(capped: bool) -> None:
                 assert one.alone[k] == (pytest.approx(alone.seconds) if fits and alone else np.inf)
             assert one.seconds[best.choice[v]] == pytest.approx(best.seconds)
             assert one.alone_bytes[best.choice[v]] == best.peak_bytes
+
+
+def test_costs_of_many_assignments_are_those_of_each() -> None:
+    for seed in range(25):
+        problem = random_problem(7000 + seed)
+        every = np.array(list(product(*map(range, problem.choices))))
+        costs = all_costs(problem)
+        for choice, seconds, peak in zip(every.tolist(), *costs_of(problem, every), strict=True):
+            cost = costs.get(tuple(choice))
+            assert seconds == (np.inf if cost is None else pytest.approx(cost.seconds)), seed
+            assert cost is None or peak == cost.peak_bytes, seed
+
+
+@pytest.mark.parametrize("capped", [False, True])
+def test_bounds_within_a_reach_hold(capped: bool) -> None:
+    """Candidates that leave, and those that stay, are never bounded above their price."""
+    settled = 0
+    for seed in range(25):
+        problem = random_problem(7500 + seed)
+        cap = some_caps(problem)[2] if capped else None
+        pricing = Pricing(problem, cap, solve(problem, cap))
+        v = seed % len(problem.variables)
+        pricing.together(v, time.monotonic() + 30.0)
+        settled += pricing.settled(v)
+        for u in range(len(problem.variables)):
+            for k, seconds in enumerate(pricing.prices(u).seconds):
+                assert seconds <= enumerated(problem, u, k, cap) * (1 + 1e-9), seed
+    assert capped or settled > 5
 
 
 def test_prices_without_time_are_bounds() -> None:

@@ -61,23 +61,29 @@ def _best(found: Formulation, choices: Ints, cap: int) -> tuple[Choice, Cost] | 
     choices = choices[distinct_rows(choices)[0]]
     burst = np.max([v.burst[choices[:, i]] for i, v in enumerate(variables)], axis=0)
     held = np.sum([v.held[choices[:, i], 0] for i, v in enumerate(variables)], axis=0)
-    smallest: tuple[int, Choice, Cost] | None = None
+    smallest: tuple[int, Choice] | None = None
     misses = 0
     for index in np.argsort(seconds_of(found, choices), kind="stable").tolist():
         if misses >= LOOK and held[index] + burst[index] > cap:
             continue
         choice = tuple(int(k) for k in choices[index])
-        try:
-            cost = evaluate(found.problem, choice)
-        except ValueError:  # layers that share a parameter would be cut differently
+        if not _agrees(found, choice):
             continue
         peak = peak_bytes(found, choice)
         if peak <= cap:
-            return choice, cost
+            return choice, evaluate(found.problem, choice)
         misses += 1
         if smallest is None or peak < smallest[0]:
-            smallest = peak, choice, cost
-    return None if smallest is None else smallest[1:]
+            smallest = peak, choice
+    return None if smallest is None else (smallest[1], evaluate(found.problem, smallest[1]))
+
+
+def _agrees(found: Formulation, choice: Choice) -> bool:
+    """Say whether layers that share a parameter are cut alike."""
+    return all(
+        len({int(labels[choice[v]]) for v, labels in zip(tie.variables, tie.labels)}) == 1
+        for tie in found.problem.ties
+    )
 
 
 def seconds_of(found: Formulation, choices: Ints) -> NDArray[np.float64]:

@@ -48,9 +48,16 @@ class Order:
 
 
 def good_order(
-    sizes: Sequence[int], factors: Sequence[Factor], given: Iterable[int] | None = None
+    sizes: Sequence[int],
+    factors: Sequence[Factor],
+    given: Iterable[int] | None = None,
+    *,
+    last: int | None = None,
 ) -> Order:
-    """Eliminate next whichever variable has the smallest bucket, or as the given order says."""
+    """Eliminate next whichever variable has the smallest bucket, or as the given order says.
+
+    One variable may have to be the `last`.
+    """
     following = None if given is None else iter(given)
     scopes = [dict(zip(f.variables, f.values.shape)) for f in factors]
     touching: list[set[int]] = [set() for _ in sizes]
@@ -66,10 +73,14 @@ def good_order(
         return found | {v: sizes[v]}
 
     weights = {v: prod(bucket(v).values()) for v in range(len(sizes))}
+
+    def preferred(u: int) -> tuple[bool, int]:
+        return u == last, weights[u]
+
     order: list[int] = []
     work = largest = 0
     while weights:
-        v = min(weights, key=lambda u: weights[u]) if following is None else next(following)
+        v = next(following) if following is not None else min(weights, key=preferred)
         scope = bucket(v)
         work += weights[v]
         largest = max(largest, weights.pop(v))
@@ -130,6 +141,20 @@ class Bucket:
                 if u != self.variable
             )
             found += values[places]
+        return found
+
+    def rows_of(self, chosen: Mapping[int, Ints]) -> Floats:
+        """Return costs of each candidate, for rows of candidates of the parents, as they are.
+
+        Unlike `rows`, which is faster for very many, it needs no memory but for the result.
+        """
+        found = self.own[None, :]
+        for factor in self.factors:
+            places = (
+                classes[None, :] if u == self.variable else classes[chosen[u]][:, None]
+                for u, classes in zip(factor.variables, factor.classes)
+            )
+            found = found + factor.values[tuple(places)]
         return found
 
     def at(self, chosen: Mapping[int, Ints]) -> Floats:
@@ -238,6 +263,20 @@ class Elimination:
             rows = [bucket.rows(chosen)[0] for bucket in self.buckets[v]]
             chosen[v] = np.array([np.sum(rows, axis=0).argmin()])
         return [int(chosen[v][0]) for v in range(len(self.buckets))]
+
+    def with_last(self) -> tuple[Floats, list[Ints]]:
+        """Return the least sum with each candidate of the last variable, and who has it.
+
+        That is a list of candidates for each variable. No bucket may be broken.
+        """
+        last = self.order[-1]
+        (bucket,) = self.buckets[last]
+        table = bucket.table()
+        chosen = {last: np.arange(len(table))}
+        for v in reversed(self.order[:-1]):
+            (one,) = self.buckets[v]
+            chosen[v] = np.broadcast_to(one.rows_of(chosen).argmin(1), len(table))
+        return table + (self.least - float(bucket.message)), [chosen[v] for v in range(len(chosen))]
 
     def marginals(self) -> list[Floats]:
         """Return the least sum with each candidate of each variable; no bucket may be broken."""

@@ -1,10 +1,11 @@
 """The price of each candidate: the best time with it when all other variables re-optimise.
 
-Bounds of all candidates come first, the highest that some sweeps and trees give. Then the cheapest
-candidates are settled one by one: the problem is solved with the candidate fixed. Only what may be
-part of an assignment faster than some `reach` enters it, by the bounds that are known; the reach
-grows until it holds the price. Every assignment on the way also bounds the price of all that it
-consists of, so that one solution often settles the candidates of many variables.
+For a single variable all candidates are priced at once, as far as time allows (see together.py).
+Otherwise bounds of all candidates come first, the highest that some sweeps and trees give. Then the
+cheapest candidates are settled one by one: the problem is solved with the candidate fixed. Only
+what may be part of an assignment faster than some `reach` enters it, by the bounds that are known;
+the reach grows until it holds the price. Every assignment on the way also bounds the price of all
+that it consists of, so that one solution often settles the candidates of many variables.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ from tilewise.planner.solve.relax import Relaxation
 from tilewise.planner.solve.restrict import restrict
 from tilewise.planner.solve.search import TOLERANCE
 from tilewise.planner.solve.solver import Solution, Solver
+from tilewise.planner.solve.together import Together, costs_of
 
 ENTRIES = 1 << 18
 """How many moves of one tensor to know where all candidates of all variables are bounded."""
 ROUNDS, FEWEST = 24, 2
 """How often to bound all candidates, and how often if there is no time."""
+MOST = 0.8
+"""Which part of the time to spend on all candidates of a variable at once."""
 SLACK, WIDEN, FARTHEST = 0.02, 4.0, 8.0
 """How far above its bound a price is looked for first, how that grows, and where it ends."""
 
@@ -71,8 +75,10 @@ def price(
     if solution is None:
         solution = solve(problem, cap, time_limit=time_limit / 2)
     pricing = Pricing(problem, cap, solution)
-    pricing.bound(deadline)
-    pricing.settle([variable], len(problem.variables[variable]), deadline)
+    pricing.together(variable, deadline)
+    if not pricing.settled(variable):
+        pricing.bound(deadline)
+        pricing.settle([variable], len(problem.variables[variable]), deadline)
     return pricing.prices(variable)
 
 
@@ -108,8 +114,6 @@ class Pricing:
             self._peaks.append(peak.astype(np.int64))
             self._best.append(known.copy())
             self._low.append(np.minimum(solution.bound, known))
-        self._live = Live(self.problem, ENTRIES)
-        self._relaxation = Relaxation(self._live, solution.weights, 4.0 * solution.seconds)
 
     def prices(self, v: int) -> Prices:
         """Return what is known of a variable's candidates by now."""
@@ -118,16 +122,48 @@ class Pricing:
         alone, peaks, plans = self._alone[v], self._peaks[v], self._plans[v]
         return Prices(seconds, self._best[v], exact, alone, peaks, plans)
 
+    def settled(self, v: int) -> bool:
+        """Whether the prices of all candidates of a variable are exact."""
+        return bool(self._exact(v).all())
+
+    def together(self, v: int, deadline: float) -> None:
+        """Bound the price of all candidates, and find those of one variable, in most of the time.
+
+        With bounds that are exact but for the weights, one elimination often settles all of them.
+        """
+        now = time.monotonic()
+        weights, seconds = self.solution.weights, self.solution.seconds
+
+        def raised(u: int, candidates: Ints, bounds: Floats) -> None:
+            low, best = self._low[u], self._best[u]
+            low[candidates] = np.minimum(np.maximum(low[candidates], bounds), best[candidates])
+
+        needed = float(self._best[v].max())
+        several = Together(self.problem, weights, self._constant, seconds, raised)
+        choices = several.run(v, self._low, needed, now + MOST * (deadline - now))
+        if choices is None:
+            return
+        times, peaks = costs_of(self.problem, choices)
+        for choice, time_, peak in zip(choices.tolist(), times.tolist(), peaks, strict=True):
+            if np.isfinite(time_) and (self.cap is None or peak <= self.cap):
+                self._learn(choice, time_)
+
+    @property
+    def _constant(self) -> float:
+        """What weighted sums leave out: bytes below the cap."""
+        if self.cap is None:
+            return 0.0
+        floor = max(int(v.burst.min()) for v in self.problem.variables)
+        return sum(self.solution.weights.byte) * (floor - self.cap)
+
     def bound(self, deadline: float) -> None:
         """Bound the price of all candidates from below, in a quarter of the time."""
-        live, relaxation = self._live, self._relaxation
+        live = Live(self.problem, ENTRIES)
+        relaxation = Relaxation(live, self.solution.weights, 4.0 * self.solution.seconds)
         shared = [link.share.min() < 1 for link in live.links]
         order = np.argsort(shared, kind="stable")
         random = np.random.default_rng(0)
-        constant = 0.0
-        if self.cap is not None:
-            floor = max(int(v.burst.min()) for v in self.problem.variables)
-            constant = sum(relaxation.weights.byte) * (floor - self.cap)
+        constant = self._constant
         now = time.monotonic()
         enough = now + (deadline - now) / 4
         for number in range(ROUNDS):

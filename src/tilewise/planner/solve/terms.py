@@ -27,10 +27,18 @@ class Terms:
     """What the live candidates cost under some weights; all their moves must be known."""
 
     def __init__(
-        self, relaxation: Relaxation, weights: Weights, order: Order | None = None
+        self,
+        relaxation: Relaxation,
+        weights: Weights,
+        order: Order | None = None,
+        *,
+        largest: int = TOGETHER,
     ) -> None:
-        """Take costs under `weights`, moved around as the relaxation's messages say."""
-        self._relaxation, self.weights = relaxation, weights
+        """Take costs under `weights`, moved around as the relaxation's messages say.
+
+        Terms of three variables have `largest` entries at most.
+        """
+        self._relaxation, self.weights, self._largest = relaxation, weights, largest
         live = relaxation.live
         variables = live.problem.variables
         self.costs = [weights.of_variable(v)[c] for v, c in zip(variables, live.candidates)]
@@ -83,7 +91,7 @@ class Terms:
         source = links[0][1].first
         members = (source, *(link.second for _, link in links))
         size = prod((len(sources), *(len(targets) for _, targets in wants)))
-        together = len(links) == 2 and len(set(members)) == 3 and size <= TOGETHER
+        together = len(links) == 2 and len(set(members)) == 3 and size <= self._largest
         reduced = []
         for (k, link), (places, targets) in zip(links, wants):
             to_first, to_second = self._relaxation.messages(k)
