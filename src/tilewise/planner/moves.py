@@ -233,7 +233,7 @@ class MoveCosts:
         if not rims.any() or source.index is not None or target.index is not None:
             return None
         blocks = target.parts[columns].prod(1) * target.partial[columns]
-        found = rims & (source.parts[rows].prod(1)[:, None] == blocks)
+        found: Bools = rims & (source.parts[rows].prod(1)[:, None] == blocks)
         for here, there, within in self._nested:
             found &= within[here[rows]][:, there[columns]]
         return found
