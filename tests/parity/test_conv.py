@@ -250,6 +250,15 @@ EXPLICIT = {
     "ten filters": (4, "c2 f2", (2, 6, 4, 5), (10, 6, 3, 3), {"padding": 1}),
     "volumes": (8, "d2 h2 w2", (1, 2, 5, 6, 7), (3, 2, 3, 3, 3), {"padding": 1, "stride": 2}),
     "strides past the kernel": (3, "w3", (2, 3, 17), (4, 3, 1), {"stride": 3}),
+    "every other row": (3, "h3", (2, 3, 7, 9), (4, 3, 1, 1), {"stride": 2}),
+    "every other value of samples": (2, "n2", (3, 3, 7, 8), (4, 3, 1, 1), {"stride": [2, 3]}),
+    "every other value and a rim": (
+        2,
+        "h2",
+        (2, 3, 7, 8),
+        (4, 3, 1, 1),
+        {"stride": 2, "padding": 1},
+    ),
     "groups": (4, "c2 f2", (2, 6, 5, 5), (9, 2, 3, 3), {"groups": 3, "padding": "same"}),
     "depthwise": (6, "h2 c3", (1, 4, 6, 6), (8, 1, 3, 3), {"groups": 4, "padding": 1}),
     "transposed": (

@@ -192,8 +192,8 @@ def layer_wise(name: str, devices: int, overlap: float = 0.0) -> Found:
 @pytest.mark.parametrize(
     ("name", "published", "miss", "overlapping", "others"),
     [
-        ("alexnet", 12.2, -0.16, 14.9, 1.20),
-        ("vgg16", 14.8, -0.02, 16.1, 1.04),
+        ("alexnet", 12.2, 0.02, 14.9, 1.46),
+        ("vgg16", 14.8, 0.01, 16.1, 1.07),
         ("inception_v3", 15.5, -0.17, 15.3, 1.06),
     ],
 )
@@ -218,7 +218,7 @@ def test_throughput_of_layer_wise_plans(
     ("name", "data", "model", "owt"),
     [
         ("alexnet", 4.2, 8.8, 1.32),
-        ("vgg16", 3.5, 109, 1.17),
+        ("vgg16", 3.7, 114, 1.23),
         ("inception_v3", 0.5, 62, 0.5),
     ],
 )
@@ -241,13 +241,18 @@ def test_the_plan_of_vgg_on_four_gpus() -> None:
     found = layer_wise("vgg16", 4)
     layers = {name: str(degrees) for name, degrees in found.plan.layers.items()}
     assert {text for name, text in layers.items() if name.startswith("features")} == {"n4"}
-    assert layers["classifier.0"] == layers["classifier.3"] == "f4"
+    assert [layers[f"classifier.{i}"] for i in (0, 3, 6)] == ["c4", "c2 f2", "c4"]
+    by_output = Plan.of(
+        found.formulation.graph, layers | {f"classifier.{i}": "f4" for i in (0, 3, 6)}
+    )
+    ratio = found.price(by_output).step_seconds / found.step_seconds
+    assert ratio == pytest.approx(1.002, abs=0.001)
     last = dict.fromkeys(("features.24", "features.26", "features.28"), "h2 w2")
     theirs = Plan.of(
         found.formulation.graph,
         layers | last | {"classifier.0": "f4", "classifier.3": "f2", "classifier.6": "1"},
     )
-    assert found.price(theirs).step_seconds / found.step_seconds == pytest.approx(1.009, abs=0.003)
+    assert found.price(theirs).step_seconds / found.step_seconds == pytest.approx(1.011, abs=0.003)
 
 
 # -- Dryden et al., SC 2019 ------------------------------------------------------------------------

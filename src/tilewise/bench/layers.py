@@ -112,9 +112,10 @@ def measure(mesh: Mesh, case: LayerCase, letter: str, rounds: int) -> Row:
         mesh.agree("bench")
         if mesh.rank == 0:
             with freed_returned():
+                _pass(model, whole)  # its memory is taken anew
                 serial.append(sum(_pass(model, whole)))
         mesh.agree("bench")
-        _pass(split, x_slab)  # its memory is taken anew
+        _pass(split, x_slab)
         for found, (layer, share) in zip(local[1:], shares):
             mesh.agree("bench")
             found.append(sum(_pass(layer, share)))

@@ -35,10 +35,10 @@ class ModelRow:
     """A model under one plan; times are medians in seconds, of rounds until all ranks are done;
     bytes are those that a step adds.
 
-    One device and DDP run as torch does by itself; `serial_pt_kept_s` is one process that keeps its
-    memory between steps, as the split one does. `local_s` is the split step without messages: what
-    the ranks' own arithmetic takes, all of them computing at once. `efficiency` is its share of the
-    split step.
+    Each is the second of two steps in a row. One device and DDP run as torch does by itself;
+    `serial_pt_kept_s` and `ddp_kept_s` keep their memory between steps, as the split run does.
+    `local_s` is the split step without messages: what the ranks' own arithmetic takes, all of them
+    computing at once. `efficiency` is its share of the split step.
     """
 
     model: str
@@ -48,6 +48,7 @@ class ModelRow:
     serial_pt_s: float
     serial_pt_kept_s: float
     ddp_s: float | None
+    ddp_kept_s: float | None
     local_s: float
     split_s: float
     speedup_vs_1t: float
@@ -80,15 +81,14 @@ def measure_model(
     peaks = [_peak(split), 0]
     if serial is not None:
         peaks[1] = _peak(serial)
-    kinds = ("one", "many", "kept", "ddp", "local", "split")
+    kinds = ("one", "many", "kept", "ddp", "ddp_kept", "local", "split")
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
 
-    def run(kind: str, step: Step | None, *, threads: int = 1, warm: bool = False) -> None:
+    def run(kind: str, step: Step | None, *, threads: int = 1) -> None:
         mesh.agree("bench")
         if step is not None:
             torch.set_num_threads(threads)
-            if warm:  # the first step with kept memory has to take it
-                step()
+            step()  # the first step after another kind has to take its memory
             times[kind].append(timed(step)[0])
             torch.set_num_threads(1)
 
@@ -97,16 +97,17 @@ def measure_model(
             run("one", serial)
             run("many", serial, threads=mesh.size)
             run("ddp", with_ddp)
-        run("kept", serial, threads=mesh.size, warm=True)
-        run("local", local, warm=True)
-        run("split", split, warm=True)
+        run("kept", serial, threads=mesh.size)
+        run("ddp_kept", with_ddp)
+        run("local", local)
+        run("split", split)
         yield done
     rounds_s = until_all_are_done(mesh, [found[1:] or [0.0] * rounds for found in times.values()])
-    one, many, kept, ddp, local_s, split_s = map(median, rounds_s)
+    one, many, kept, ddp, ddp_kept, local_s, split_s = map(median, rounds_s)
     peak_split, peak_serial = slowest(mesh, list(map(float, peaks)))
     return ModelRow(
-        name, str(plan), mesh.size, one, many, kept, ddp or None, local_s, split_s, one / split_s,
-        many / split_s, ddp / split_s if ddp else None, local_s / split_s,
+        name, str(plan), mesh.size, one, many, kept, ddp or None, ddp_kept or None, local_s,
+        split_s, one / split_s, many / split_s, ddp / split_s if ddp else None, local_s / split_s,
         int(peak_serial), int(peak_split), spread(rounds_s[0]),
     )  # fmt: skip
 

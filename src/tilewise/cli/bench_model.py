@@ -53,6 +53,7 @@ def model(
             row.serial_pt_kept_s / row.split_s,
         ),
         ("DDP", row.ddp_s, row.speedup_vs_ddp),
+        ("DDP, memory kept", row.ddp_kept_s, row.ddp_kept_s and row.ddp_kept_s / row.split_s),
         ("split, messages left out", row.local_s, row.efficiency),
         ("split", row.split_s, 1.0),
     ]

@@ -138,8 +138,8 @@ def _layers(found: dict[str, list[Row]]) -> list[str]:
 
 def _models(found: dict[str, list[ModelRow]]) -> list[str]:
     head = ["model", "plan", "backend", "one thread (ms)", "two threads (ms)",
-            "memory kept (ms)", "DDP (ms)", "own share (ms)", "split (ms)", "× one thread",
-            "× two threads", "× DDP", "efficiency", "memory"]  # fmt: skip
+            "memory kept (ms)", "DDP (ms)", "memory kept (ms)", "own share (ms)", "split (ms)",
+            "× one thread", "× two threads", "× DDP", "efficiency", "memory"]  # fmt: skip
 
     def cells(backend: str, row: ModelRow) -> list[str]:
         times = [
@@ -147,6 +147,7 @@ def _models(found: dict[str, list[ModelRow]]) -> list[str]:
             row.serial_pt_s,
             row.serial_pt_kept_s,
             row.ddp_s,
+            row.ddp_kept_s,
             row.local_s,
             row.split_s,
         ]

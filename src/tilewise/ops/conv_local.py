@@ -153,13 +153,14 @@ class LocalConv:
         if not prod(self.out) or not x.numel() or not weight.numel():
             y = x.new_zeros(self.out)
             return y if bias is None else y.add_(bias.view(-1, *[1] * spec.ndim))
+        x, stride = self._read(x)
         x, weight = formatted(x, last=way.last), formatted(weight, last=way.last)
         if way.by == "onednn" and torch.backends.mkldnn.enabled:
             return torch.ops.aten.mkldnn_convolution(  # type: ignore[no-any-return]
-                x, weight, bias, padding, spec.stride, spec.dilation, self.groups
+                x, weight, bias, padding, stride, spec.dilation, self.groups
             )
         return torch.convolution(
-            x, weight, bias, spec.stride, padding, spec.dilation, False, [0] * spec.ndim,
+            x, weight, bias, stride, padding, spec.dilation, False, [0] * spec.ndim,
             self.groups,
         )  # fmt: skip
 
@@ -178,6 +179,8 @@ class LocalConv:
             return torch.zeros_like(x), torch.zeros_like(weight), dy.sum(dims)
         if way.last and way.by == "onednn" and self.turns(padding) and mask[0]:
             return self._turned(dy, weight, padding), None, None
+        given = x
+        x, stride = self._read(x)
         dy, x = formatted(dy, last=way.last), formatted(x, last=way.last)
         if mask[0]:
             weight = formatted(weight, last=way.last)
@@ -186,10 +189,39 @@ class LocalConv:
         if way.by == "onednn" and torch.backends.mkldnn.enabled:
             dy, x = dy.to_mkldnn(), x.to_mkldnn()
         found = torch.ops.aten.convolution_backward(
-            dy, x, weight, [self.out[1]], spec.stride, padding, spec.dilation, False,
+            dy, x, weight, [self.out[1]], stride, padding, spec.dilation, False,
             [0] * spec.ndim, self.groups, mask,
         )  # fmt: skip
-        return [t.to_dense() if t is not None and t.is_mkldnn else t for t in found]
+        dx, dw, db = (t.to_dense() if t is not None and t.is_mkldnn else t for t in found)
+        if dx is not None and dx.shape != given.shape:
+            dx = self._spread(dx, given)
+        return dx, dw, db
+
+    @property
+    def thins(self) -> bool:
+        """Whether only every so many of the values of x are read at all."""
+        spec = self.spec
+        padded = any(before or after for before, after in spec.padding)
+        return set(spec.kernel) == {1} and set(spec.stride) != {1} and not padded
+
+    @property
+    def _grid(self) -> tuple[slice, ...]:
+        return (slice(None), slice(None), *(slice(None, None, step) for step in self.spec.stride))
+
+    def _read(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """Return the values of x that are read, and the stride among them.
+
+        CPU kernels are up to three times as fast if the others are left out before.
+        """
+        if self.thins and x.device.type == "cpu":
+            return x[self._grid], (1,) * self.spec.ndim
+        return x, self.spec.stride
+
+    def _spread(self, dx: Tensor, x: Tensor) -> Tensor:
+        """Put the gradient of the values that are read to where they lie in x."""
+        whole = torch.zeros_like(x)
+        whole[self._grid] = dx
+        return whole
 
     def _tapped(
         self, way: Way, dy: Tensor, x: Tensor, frame: Frame | None, *, bias: bool

@@ -27,7 +27,7 @@ from tilewise.ops.kept import folder, load, machine_name, store
 
 WORTH = 2e7  # multiplications below which no choice pays for its measuring
 GAIN = 0.97  # what a way must beat to be worth leaving the plain one
-MEASURED = 6  # a number of what is measured; times that are kept under another are not used
+MEASURED = 7  # a number of what is measured; times that are kept under another are not used
 ROUNDS = 3
 BEHIND = 1.3  # how many times the fastest way's time one may take to be measured again
 ROUNDED = 2e-5  # how far from the exact gradient, of the largest, a way may be, or as torch is

@@ -45,6 +45,7 @@ def _model(label: str, data: Mapping[str, Any]) -> Iterator[Chart]:
         (f"{data['ranks']} threads", data["serial_pt_s"], "one device"),
         (f"{data['ranks']} threads, memory kept", data.get("serial_pt_kept_s"), "one device"),
         ("DDP", data.get("ddp_s"), "data parallel"),
+        ("DDP, memory kept", data.get("ddp_kept_s"), "data parallel"),
         ("split, messages left out", data.get("local_s"), "split"),
         (f"split {data['plan']}", data["split_s"], "split"),
     ]
