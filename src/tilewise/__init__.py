@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from tilewise.auto import parallelize
 from tilewise.comm import Mesh
 from tilewise.graph import (
+    GradScaler,
     Graph,
     ParallelModel,
     capture,
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Degrees",
     "Found",
+    "GradScaler",
     "Graph",
     "Layout",
     "Mesh",

@@ -1,4 +1,4 @@
-"""A training step never asks a tensor for its value: on a GPU that would stop it."""
+"""A training step never asks a tensor for its value, nor copies from the host: a GPU would stop."""
 
 from __future__ import annotations
 
@@ -11,22 +11,37 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from tilewise import Mesh, parallelize
+from tilewise.comm import Chain
+from tilewise.graph.reach import Passing, Reach, leave
 from tilewise.models import unet3d
+from tilewise.ops.constants import numbers, there
 from tilewise.testing import ranks
 
 ASKING = {
     "item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__contains__", "numpy",
     "cpu", "nonzero", "argwhere", "unique", "masked_select", "equal", "allclose", "is_nonzero",
+    "new_tensor",
 }  # fmt: skip
+
+COPYING = {"tensor", "as_tensor", "to"}
+
+
+def _names_a_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(arg, (torch.device, Tensor)) for arg in (*args, *kwargs.values()))
 
 
 class NoAsking(TorchFunctionMode):
-    """Raise where the value of a tensor is asked for."""
+    """Raise where the value of a tensor is asked for, or numbers of the host go to a device.
+
+    Without a GPU all devices are one: what is made or copied for a named device counts.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in ASKING:
             raise AssertionError(f"{name} waits for the device")
+        if name in COPYING and _names_a_device(args[1:], kwargs or {}):
+            raise AssertionError(f"{name} copies from the host and waits for the device")
         return func(*args, **(kwargs or {}))
 
 
@@ -44,6 +59,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.norm(self.conv(x)))
         x = F.max_pool2d(self.group(x), 3, stride=1, padding=1) + x
+        x = F.avg_pool2d(x, 3, stride=1, padding=1, count_include_pad=False)
         x = F.interpolate(self.up(F.silu(self.down(x))), scale_factor=2, mode="bilinear")
         out: Tensor = self.head(self.drop(F.adaptive_avg_pool2d(x, 1).flatten(1)))
         return out
@@ -64,8 +80,9 @@ def step(mesh: Mesh, name: str, plan: str) -> None:
     slabs = model.scatter(x, target)
     for number in range(3):
         optimizer.zero_grad()
-        if number == 0:  # opening groups and capturing are not the hot path
+        if number == 0:  # opening groups, capturing and constants are not the hot path
             model.loss(*slabs).backward()
+            model.mean(model(slabs[0]))
             optimizer.step()
             continue
         agree = mesh.agree
@@ -73,6 +90,7 @@ def step(mesh: Mesh, name: str, plan: str) -> None:
         try:
             with NoAsking():
                 model.loss(*slabs).backward()
+                model.mean(model(slabs[0]))
         finally:
             mesh.agree = agree  # type: ignore[method-assign]
         optimizer.step()
@@ -89,6 +107,39 @@ def ask(mesh: Mesh) -> None:
         torch.ones(2).sum().item()
 
 
+def copy(mesh: Mesh) -> None:
+    x = torch.ones(2)
+    with NoAsking():
+        torch.tensor([1, 2], dtype=torch.long, device=x.device)
+
+
 def test_the_check_can_fail() -> None:
     with pytest.raises(AssertionError, match="item waits for the device"):
         ranks(1, ask)
+    with pytest.raises(AssertionError, match="tensor copies from the host"):
+        ranks(1, copy)
+
+
+def test_the_thread_of_messages_leaves_no_device() -> None:
+    """Outputs lie on a device from which nothing can be copied; the token is on the host."""
+    chain = Chain()
+    chain.start()
+    assert chain.token is not None
+    output = torch.ones(3, device="meta", requires_grad=True) * 2
+    passing = Passing(Mesh.alone(), Reach(), [False])
+    leave((output,), passing, chain)[0].sum().backward()
+    assert chain.token.grad is not None
+    assert passing.used == [True]
+
+
+def test_constants_go_to_a_device_once() -> None:
+    """They are made where a later pass with gradients can use them, too."""
+    host, device = torch.arange(3), torch.device("meta")
+    with torch.inference_mode():
+        copies = [there(host, device, torch.float64) for _ in range(2)]
+        made = [numbers((0, 1), torch.long, device) for _ in range(2)]
+    for first, second in (copies, made):
+        assert first is second
+        assert first.device == device
+        assert not first.is_inference()
+    assert there(host, host.device) is host

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from tilewise import Mesh, Plan
-from tilewise.errors import PlanError
+from tilewise.errors import MismatchError, PlanError
 from tilewise.graph import Graph
 from tilewise.testing import ranks
 from tilewise.testing.compare import assert_close
@@ -352,3 +353,40 @@ def count_on(mesh: Mesh, graph: Graph) -> None:
 
 def test_buffers_may_change_before_layers_are_computed_again() -> None:
     ranks(2, count_on, captured(Averaging, (4, 3, 9, 8)))
+
+
+class Dropping(nn.Module):
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
+        self.drop = nn.Dropout(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.drop(F.relu(self.first(x))))
+        return out
+
+
+def run_in_backward(mesh: Mesh, drops: Graph, keeps: Graph, reentrant: bool) -> None:
+    """torch's checkpoint runs the whole model again: what it draws would be others."""
+    x = draw(4, 3, 9, 8)
+    model = split(mesh, build(Dropping), drops, "h2")
+    found = checkpoint(model, model.scatter(x).requires_grad_(), use_reentrant=reentrant)
+    with pytest.raises(MismatchError, match="recompute="):
+        found.sum().backward()
+    model.eval()
+    still = split(mesh, build(lambda: Dropping(0.0)), keeps, "h2")
+    for other in (model, still):
+        grads = []
+        for again in (False, True):
+            slab = other.scatter(x).requires_grad_()
+            found = checkpoint(other, slab, use_reentrant=reentrant) if again else other(slab)
+            found.square().sum().backward()
+            grads.append(slab.grad)
+        assert torch.equal(grads[0], grads[1])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_random_layers_are_not_run_again_in_backward_by_others(reentrant: bool) -> None:
+    drops = captured(Dropping, (4, 3, 9, 8))
+    keeps = captured(lambda: Dropping(0.0), (4, 3, 9, 8))
+    ranks(2, run_in_backward, drops, keeps, reentrant)

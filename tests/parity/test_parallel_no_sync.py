@@ -189,7 +189,13 @@ def too_early(mesh: Mesh, graph: Graph) -> None:
     model = split(mesh, build(Heads), graph, "n2")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     keep(model, 1).backward()
-    for use in (optimizer.step, lambda: tw.clip_grad_norm_(model, 1.0)):
+    scaler = tw.GradScaler(model)
+    scaler.scale(torch.ones(()))
+    for use in (
+        optimizer.step,
+        lambda: tw.clip_grad_norm_(model, 1.0),
+        lambda: scaler.unscale_(optimizer),
+    ):
         with pytest.raises(PlanError, match=r"the gradient of body\.\w+ is not summed yet"):
             use()
     loss(model, 2).backward()

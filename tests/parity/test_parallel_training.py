@@ -366,6 +366,36 @@ def test_clipping_equals_torchs(plan: str) -> None:
     ranks(4, clip, graph(), plan)
 
 
+def overflow(mesh: Mesh, fused: bool) -> list[float]:
+    """The last filter's gradient overflows in the second step: only one rank holds it."""
+    one, x = nn.Conv2d(3, 4, 3, padding=1, bias=False), draw(2, 3, 8, 8, dtype=torch.float32)
+    nn.init.constant_(one.weight, 0.1)
+    model = tw.parallelize(one, x, "f2", mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=fused)
+    scaler = tw.GradScaler(model, growth_interval=2)
+    scales = []
+    for size in (1.0, 1e36, 1.0, 1.0):
+        before = model.get_parameter("weight").detach().clone()
+        optimizer.zero_grad()
+        weight = torch.tensor([1.0, 1.0, 1.0, size]).view(1, 4, 1, 1)
+        loss = (model.gather(model(model.scatter(x))) * weight).sum()
+        scaler.scale(loss).backward()
+        if not fused:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        moved = not torch.equal(before, model.get_parameter("weight"))
+        assert moved == (size == 1.0)
+        scales.append(scaler.get_scale())
+    return scales
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_all_ranks_leave_out_a_step_that_overflows_on_one(fused: bool) -> None:
+    half = 2.0**15
+    assert ranks(2, overflow, fused) == [[2 * half, half, half, 2 * half]] * 2
+
+
 class Skip(nn.Module):
     """A branch whose end lies otherwise than its beginning, beside a long way through."""
 

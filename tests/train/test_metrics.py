@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import tilewise as tw
 from tilewise import Layout, Mesh
 from tilewise.ops.loss import class_indices
 from tilewise.testing import ranks
 from tilewise.train.losses import loss_sums
 from tilewise.train.metrics import Metric, Tally, make_metric
-from tilewise.train.precision import Precision
+from tilewise.train.precision import load_scaler_state, scaler_state
 from tilewise.train.recipe import from_dict
 
 CUTS = ["n2", "d2", "h2 w2", "n2 d2", "w4", "d3", "1"]
@@ -127,11 +128,15 @@ def test_ignored_targets_do_not_count_in_the_loss(weights: list[float] | None) -
 
 
 def test_the_scale_of_a_run_without_one_is_not_taken() -> None:
-    precision = Precision("float16")
-    first = precision.scale
-    precision.load_state_dict(Precision("float32").state_dict())
-    assert precision.scale == first
-    precision.note(False)
-    again = Precision("float16")
-    again.load_state_dict(precision.state_dict())
-    assert again.scale == first / 2
+    model = tw.parallelize(torch.nn.Conv2d(1, 1, 1), torch.ones(1, 1, 2, 2), "1", mesh=Mesh.alone())
+    scaler, off = tw.GradScaler(model), tw.GradScaler(model, enabled=False)
+    first = scaler.get_scale()
+    load_scaler_state(scaler, scaler_state(off))
+    assert scaler.get_scale() == first
+    load_scaler_state(scaler, {"scale": first / 2, "good_steps": 7.0})
+    again = tw.GradScaler(model)
+    load_scaler_state(again, scaler_state(scaler))
+    load_scaler_state(off, scaler_state(scaler))
+    assert again.get_scale() == first / 2
+    assert scaler_state(again)["good_steps"] == 7.0
+    assert scaler_state(off) == {}

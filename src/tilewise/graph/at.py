@@ -145,7 +145,7 @@ class At:
         target = Layout.replicated((2,), ranks=mesh.size)
         exchange = self.runs.exchange(Layout((2,), partial), target, layer="mean")
         total = values.sum(dtype=torch.float64)
-        sums = exchange(torch.stack([total, total.new_tensor(values.numel())]))
+        sums = exchange(torch.stack([total, total.new_full((), values.numel())]))
         return (sums[0] / sums[1].detach()).to(values.dtype)
 
     def _gathered(self, slab: Tensor, layout: Layout) -> Tensor:

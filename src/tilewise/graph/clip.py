@@ -63,7 +63,7 @@ def _norm(model: ParallelModel, norm_type: float, caller: str) -> Tensor:
             total = torch.maximum(total, norm)
         else:
             total += norm.pow(norm_type) / _copies(model.cover(name))
-    norms = _everyone(model, total)
+    norms = everyone(model, total, layer="clip_grad_norm_")
     return norms.max() if infinite else norms.sum().pow(1.0 / norm_type)
 
 
@@ -72,10 +72,10 @@ def _copies(cover: Cover) -> int:
     return prod(axis.size for axis in cover.axes if axis.dim == REPLICA)
 
 
-def _everyone(model: ParallelModel, number: Tensor) -> Tensor:
+def everyone(model: ParallelModel, number: Tensor, *, layer: str) -> Tensor:
     """Gather one number from every rank, in rank order."""
     size = model.mesh.size
     split = Layout((size,), [Axis(size, 0)])
     whole = Layout.replicated((size,), ranks=size)
-    exchange = model.runs.exchange(split, whole, layer="clip_grad_norm_")
+    exchange = model.runs.exchange(split, whole, layer=layer)
     return exchange.start(number.reshape(1)).finish()

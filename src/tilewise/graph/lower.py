@@ -138,6 +138,14 @@ def _draws(node: Node) -> bool:
     return torch.Tag.nondeterministic_seeded in tags
 
 
+def draws_numbers(program: Program) -> bool:
+    """Whether a pass draws random numbers: dropout does when it trains and drops some."""
+    return any(
+        _draws(node) and not ("dropout" in node.kind and not all(node.args[1:3]))
+        for node in program.nodes
+    )
+
+
 def _is_whole(value: Value, site: Site) -> bool:
     """Whether it is computed from what the model holds alone, or is held itself."""
     return value.held or (

@@ -86,7 +86,6 @@ class _Leave(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         passing: Passing = ctx.passing
-        given = next(grad for grad in grads if grad is not None)
         flags = [0.0] * len(passing.used)
         for i, grad in zip(ctx.tied, grads):
             flags[i] = float(grad is not None)
@@ -94,7 +93,7 @@ class _Leave(torch.autograd.Function):
         passing.used = [count > 0 for count in users]
         if passing.at_end is not None:
             at_end_of_backward(passing.at_end)
-        return None, None, torch.zeros((), device=given.device), *grads
+        return None, None, torch.zeros(()), *grads  # where the token is: no device waits
 
 
 class Gate(torch.autograd.Function):

@@ -21,7 +21,7 @@ from tilewise.graph.executable import Executable, Watch
 from tilewise.graph.graph import Program
 from tilewise.graph.halos import inputs_with_halos
 from tilewise.graph.held import Held
-from tilewise.graph.lower import Planned, plan_program
+from tilewise.graph.lower import Planned, draws_numbers, plan_program
 from tilewise.graph.shapes import key
 from tilewise.graph.shares import Shares
 from tilewise.graph.steps import output_layouts
@@ -99,7 +99,8 @@ class Runs:
         """Agree with all ranks on a pass and run it, or raise this rank's error on all of them."""
         found = self.find(examples, targets)
         facts = self._facts(tensors, found.inputs, sync) if self.mesh.size > 1 else None
-        self.mesh.agree("forward", facts, error=error or self._error(tensors, found.given))
+        error = error or self._error(tensors, found.given) or _drawn_again(found.planned.program)
+        self.mesh.agree("forward", facts, error=error)
         if found.executable is None:
             with torch.inference_mode(False):
                 found.executable = Executable(
@@ -177,6 +178,17 @@ class Runs:
             "no_sync": not sync,
             "gradients to be summed": self.shares.names,
         }
+
+
+def _drawn_again(program: Program) -> str | None:
+    """Say why a pass with random layers cannot run in backward: it would draw others there."""
+    if torch._C._current_graph_task_id() == -1 or not draws_numbers(program):
+        return None
+    return (
+        "a pass of random layers was started in backward, as torch.utils.checkpoint does, and "
+        "would not draw what the first one drew; say in the plan which layers are computed again, "
+        "as in Plan.uniform(graph, degrees, recompute=('*',))"
+    )
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from tilewise.comm.chain import hand_on, take, token_of
 from tilewise.comm.formats import is_last
 from tilewise.errors import OperatorError
 from tilewise.layout import PARTIAL, REPLICA, Axes, Cover, Layout
+from tilewise.ops.constants import ordinary_tensors
 from tilewise.ops.norm import channel_needs
 from tilewise.ops.operation import Need, Operation, Via, tied_zeros
 from tilewise.ops.summary import (
@@ -24,7 +25,6 @@ from tilewise.ops.summary import (
     combine,
     combine_by,
     moments_of,
-    ordinary_tensors,
     wide_sum,
     widened,
 )

@@ -143,7 +143,7 @@ class _Local:
         if weight is not None:
             product = product * _column(weight, logs)
         number = product.numel() / self.work.shape[1]
-        positions = torch.tensor(number, dtype=torch.float64, device=logs.device)
+        positions = torch.full((), number, dtype=torch.float64, device=logs.device)
         return self._reduced(-wide_sum(product, [1])), positions
 
     def _of_indices(

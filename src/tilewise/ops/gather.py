@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewise.comm.formats import memory_format
+from tilewise.ops.constants import there
 
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
@@ -35,11 +36,12 @@ def gather(x: Tensor, taps: Sequence[Taps]) -> Tensor:
 
     Half-precision sums are carried in float32, as torch's own kernels do.
     """
+    wide = _WIDE.get(x.dtype, x.dtype)
     taps = [
         Taps(
             tap.dim,
-            tap.index.to(x.device),
-            None if tap.weight is None else tap.weight.to(x.device, _WIDE.get(x.dtype, x.dtype)),
+            there(tap.index, x.device),
+            None if tap.weight is None else there(tap.weight, x.device, wide),
         )
         for tap in taps
     ]

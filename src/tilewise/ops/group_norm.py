@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tilewise.errors import OperatorError
 from tilewise.layout import PARTIAL, Axes, Block, Cover, Layout, block, overlap
+from tilewise.ops.constants import numbers
 from tilewise.ops.norm import channel_needs, per_channel, scale
 from tilewise.ops.operation import Need, Operation, tied_zeros
 from tilewise.ops.summary import Summary, combine, combine_into, moments, shifted
@@ -73,8 +74,8 @@ class _Local:
         self.summary, self.weight, self.bias, self.eps = summary, weight, bias, eps
         self.plain = plain
         self.groups = len(pieces.groups(part))
-        self.member = pieces.member(part)
-        self.channels, self.target = pieces.shared(part)
+        self.member = tuple(pieces.member(part))
+        self.channels, self.target = map(tuple, pieces.shared(part))
         self.count = float(pieces.size * prod(summary.work.shape[2:]))
 
     def __call__(self, inner: list[Any], x: Tensor, *operands: Tensor) -> Tensor:
@@ -93,12 +94,12 @@ class _Local:
         """Normalise by statistics that ranks share: channels → pieces → groups → channels."""
         space = self.summary.dims
         flat = [1] * len(space)
-        member = torch.tensor(self.member, dtype=torch.long, device=x.device)
+        member = numbers(self.member, torch.long, x.device)
         found, x = moments(x, space)
         sizes = found.new_full([1, x.shape[1], *flat], prod(x.shape[2:]))
         rows = inner[0](torch.stack(combine_into(found, sizes, member, self.groups)))
-        target = torch.tensor(self.target, dtype=torch.long, device=x.device)
-        counts = rows.new_tensor(self.channels).view(1, -1, *flat)
+        target = numbers(self.target, torch.long, x.device)
+        counts = numbers(self.channels, rows.dtype, rows.device).view(1, -1, *flat)
         counts = counts * self.summary.counts(rows.device)
         joined = torch.stack(combine(rows, counts, space))
         total = counts.sum(space, keepdim=True) if space else counts

@@ -20,6 +20,7 @@ from torch import Tensor
 from tilewise.comm.formats import memory_format
 from tilewise.errors import OperatorError
 from tilewise.layout import REPLICA, Axes, Block, Cover, Layout, block
+from tilewise.ops.constants import there
 from tilewise.ops.operation import Need, Operation, shared
 from tilewise.ops.shape import checked_dim, dense
 
@@ -194,7 +195,7 @@ def index_select(
         need = Need(_along(target, dim, wanted))
 
     def local(inner: list[Any], x: Tensor) -> Tensor:
-        return x if rows is None else dense(x.index_select(dim, rows.to(x.device)))
+        return x if rows is None else dense(x.index_select(dim, there(rows, x.device)))
 
     return Operation((need,), local, (Cover.of(out),), (out,))
 

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from tilewise.comm.formats import is_last, memory_format
 from tilewise.layout import Axes, Block, Cover, Layout, Window, block
 from tilewise.ops.adaptive import adaptive_pool, relocate
+from tilewise.ops.constants import there
 from tilewise.ops.operation import Need, Operation, tied_zeros
 from tilewise.ops.pool_spec import PoolSpec
 
@@ -179,12 +180,12 @@ class _Local:
     def _average(self, x: Tensor) -> Tensor:
         if self._apart(x):
             y: Tensor = _Average.apply(x, *self.args[:3], 1 / (self.args[5] or prod(self.args[0])))
-            return y if self.factor is None else y * self.factor.to(y)
+            return y if self.factor is None else y * there(self.factor, y.device, y.dtype)
         if self.plain:
             y = _FORTH["avg", self.ndim](x, *self.args)
             return y
         y = _Pool.apply(x, "avg", self.ndim, self.args, None)
-        return y if self.factor is None else y * self.factor.to(y)
+        return y if self.factor is None else y * there(self.factor, y.device, y.dtype)
 
     def _apart(self, x: Tensor) -> bool:
         """Whether to average one dim after the other: volumes whose channels are innermost."""
@@ -281,7 +282,7 @@ class _Pool(torch.autograd.Function):
         y, indices = _FORTH[kind, ndim](x, *args)
         if firsts is not None:
             # where all is −inf, one device points at the first input, not at the padding
-            flat = _flat([first.to(x.device) for first in firsts], x.shape[-len(firsts) :])
+            flat = _flat([there(first, x.device) for first in firsts], x.shape[-len(firsts) :])
             flat = flat.view(y.shape[-ndim:])
             indices = torch.where(y == -inf, flat, indices)
         ctx.save_for_backward(indices)

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from tilewise.errors import OperatorError
 from tilewise.layout import PARTIAL, REPLICA, Axes, Cover, Layout
+from tilewise.ops.constants import numbers
 from tilewise.ops.operation import Need, Operation
 from tilewise.ops.summary import Summary, combine, moments, wide_sum
 
@@ -258,7 +259,7 @@ def _carrier(x: Tensor) -> torch.dtype:
 def _nonempty(rows: Tensor, summary: Summary) -> Tensor:
     """Leave out the entries of empty blocks, which stand for nothing."""
     for dim in summary.dims:
-        filled = [i for i, size in enumerate(summary.block_sizes(dim)) if size]
+        filled = tuple(i for i, size in enumerate(summary.block_sizes(dim)) if size)
         if len(filled) < rows.shape[dim + 1]:
-            rows = rows.index_select(dim + 1, torch.tensor(filled, device=rows.device))
+            rows = rows.index_select(dim + 1, numbers(filled, torch.long, rows.device))
     return rows

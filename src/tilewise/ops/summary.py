@@ -11,8 +11,7 @@ bitwise equal.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -20,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.function import once_differentiable
 
 from tilewise.layout import PARTIAL, Axes, Cover, Layout, block
+from tilewise.ops.constants import ordinary_tensors
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -79,13 +78,6 @@ def _counts(summary: Summary, device: torch.device) -> Tensor:
             sizes = out.new_tensor(summary.block_sizes(dim))
             out = out * sizes.view([-1 if d == dim else 1 for d in range(ndim)])
     return out
-
-
-@contextmanager
-def ordinary_tensors() -> Iterator[None]:
-    """Make tensors that any later pass can use, whatever mode the present one is in."""
-    with torch.inference_mode(False), unset_fake_temporarily():
-        yield
 
 
 def shifted(axes: Axes, ndim: int, by: int = 1) -> Axes:

@@ -23,7 +23,7 @@ from tilewise.train.evaluate import evaluate
 from tilewise.train.inputs import make_loader
 from tilewise.train.job import Job, build
 from tilewise.train.journal import Journal
-from tilewise.train.precision import Precision
+from tilewise.train.precision import Precision, load_scaler_state, scaler_state
 from tilewise.train.preempt import Preemption
 from tilewise.train.profile import Profile
 from tilewise.train.progress import Progress, check_stop, reached, stops
@@ -164,7 +164,7 @@ class Run:
             extra={
                 "progress": vars(self.progress),
                 "loader": self.job.loader.state_dict(),
-                "precision": self.precision.state_dict(),
+                "precision": scaler_state(self.stepper.scaler),
                 "recipe": self.recipe.as_dict(),
                 "input": list(self.model.graph.training.inputs[0].shape),
             },
@@ -183,7 +183,7 @@ class Run:
         for group in self.job.optimizer.param_groups:
             group.update(self.job.optimizer.defaults)  # the recipe's, not those of the checkpoint
         self.progress = Progress(**extra["progress"])
-        self.precision.load_state_dict(extra["precision"])
+        load_scaler_state(self.stepper.scaler, extra["precision"])
         self.job.loader.load_state_dict(extra["loader"])
         self.saved_step = self.progress.step
         self.progress.stopped = self._stops()

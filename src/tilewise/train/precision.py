@@ -6,29 +6,19 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from tilewise.graph import ParallelModel
-
-FIRST_SCALE = 2.0**16
-GROWTH_STEPS = 2000
+from tilewise.graph import GradScaler
 
 
 class Precision:
-    """How a run computes: `float32`, `float64`, or with autocast `bfloat16` and `float16`.
-
-    For float16 the loss is multiplied by a scale before backward, and gradients are divided by it.
-    A step with gradients that are not finite on any rank is left out on all of them, and the scale
-    is halved; after 2000 good steps it is doubled.
-    """
+    """How a run computes: `float32`, `float64`, or with autocast `bfloat16` and `float16`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.scale = FIRST_SCALE if name == "float16" else 1.0
-        self.good_steps = 0
 
     @property
     def scaled(self) -> bool:
+        """Whether losses are scaled, and steps left out whose gradients overflow."""
         return self.name == "float16"
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -37,32 +27,15 @@ class Precision:
             return nullcontext()
         return torch.autocast("cpu", dtype=getattr(torch, self.name))
 
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss to call backward on."""
-        return loss * self.scale if self.scaled else loss
 
-    def unscale(self, model: ParallelModel) -> None:
-        """Divide all gradients by the scale."""
-        if not self.scaled:
-            return
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(self.scale)
+def scaler_state(scaler: GradScaler) -> dict[str, float]:
+    """Return what changes of a scaler, for a checkpoint; nothing of one that is off."""
+    state = scaler.state_dict()
+    return {"scale": state["scale"], "good_steps": float(state["_growth_tracker"])} if state else {}
 
-    def note(self, finite: bool) -> None:
-        """Follow whether a step's gradients were finite, which all ranks know alike."""
-        if not self.scaled:
-            return
-        if not finite:
-            self.scale, self.good_steps = max(self.scale / 2.0, 1.0), 0
-            return
-        self.good_steps += 1
-        if self.good_steps == GROWTH_STEPS:
-            self.scale, self.good_steps = self.scale * 2.0, 0
 
-    def state_dict(self) -> dict[str, float]:
-        return {"scale": self.scale, "good_steps": float(self.good_steps)} if self.scaled else {}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        if self.scaled and state:
-            self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
+def load_scaler_state(scaler: GradScaler, state: dict[str, float]) -> None:
+    """Go on with a checkpoint's scale, if it has one and this run does."""
+    if scaler.is_enabled() and state:
+        found = {"scale": float(state["scale"]), "_growth_tracker": int(state["good_steps"])}
+        scaler.load_state_dict(scaler.state_dict() | found)

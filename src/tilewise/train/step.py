@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilewise.data import Batch
 from tilewise.errors import TrainingError
-from tilewise.graph import clip_grad_norm_, grad_norm
+from tilewise.graph import GradScaler, clip_grad_norm_, grad_norm
 from tilewise.train.blame import bad_gradients, first_bad_layer
 from tilewise.train.job import Job
 from tilewise.train.precision import Precision
@@ -33,6 +33,7 @@ class Stepper:
 
     def __init__(self, job: Job, precision: Precision) -> None:
         self.job, self.model, self.precision = job, job.model, precision
+        self.scaler = GradScaler(job.model, enabled=precision.scaled)
         self.section = job.recipe.train
         self.skipped = 0
 
@@ -59,7 +60,7 @@ class Stepper:
             record["skipped"] = str(problem)
         self.job.optimizer.zero_grad()
         if self.precision.scaled:
-            record["scale"] = self.precision.scale
+            record["scale"] = self.scaler.get_scale()
         return record
 
     def _kept(self) -> list[tuple[Tensor, Tensor]]:
@@ -85,15 +86,15 @@ class Stepper:
             found = first_bad_layer(self.model, batch, self.precision)
             where = "" if found is None else f"; {_first(*found)}"
             raise NotFinite(f"the loss is {value}{where}")
-        self.precision.scale_loss(loss * share).backward()
+        self.scaler.scale(loss * share).backward()
         return value * share
 
     def _norm(self) -> float:
         """Return the gradients' norm, and clip them by it."""
-        self.precision.unscale(self.model)
+        self.scaler.unscale_(self.job.optimizer)
         clip = self.section.clip
         norm = float(grad_norm(self.model))
-        self.precision.note(isfinite(norm))
+        self.scaler.update()
         if not isfinite(norm):
             found = bad_gradients(self.model)
             where = "" if found is None else f"; {_first(*found)}"
