@@ -224,6 +224,25 @@ def test_even_kernels_whose_padding_is_symmetric_are_not_patched() -> None:
     ranks(2, check, case)
 
 
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("degrees", "padding"), [("h3", 0), ("n3", 0), ("h3", 1)])
+def test_single_taps_with_a_stride_leave_out_what_they_do_not_read(
+    degrees: str, padding: int, last: bool
+) -> None:
+    case = {
+        "x": (3, 3, 11, 9),
+        "weight": (4, 3, 1, 1),
+        "arguments": {"stride": [2, 3], "padding": padding},
+        "bias": True,
+        "degrees": degrees,
+        "last": last,
+        "y_last": last,
+        "dtype": torch.float32,
+        "ways": [(False, last, "onednn")] * 3,
+    }
+    ranks(3, check, case)
+
+
 # world, degrees, input, weight, arguments
 EXPLICIT = {
     "halo beyond the neighbour": (

@@ -64,8 +64,7 @@ class ConvRun:
     def __call__(self, x: Tensor, weight: Tensor, *bias: Tensor, chain: Chain | None) -> Tensor:
         x, weight, *bias = _as_autocast_would(x, weight, *bias)  # type: ignore[assignment]
         ways = self.ways(x, weight, data=x.requires_grad)
-        plain = ways == Ways.plainly(last=False) and not is_last(x) and not self.local.thins
-        if self.quiet and plain:
+        if self.quiet and not is_last(x) and ways == Ways.plainly(last=False):
             return self._natively(x, weight, *bias)
         token = None if self.quiet else token_of(chain, x, weight, *bias)
         y: Tensor

@@ -230,9 +230,11 @@ def _taps(conv: LocalConv, x: Tensor, weight: Tensor) -> bool:
 
 
 def _leaves_onednn(conv: LocalConv, x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN is there, and torch would convolve the slab by other means."""
+    """Whether oneDNN is there, and torch would convolve the slab, or all of it, by other means."""
     if not _on_cpu(conv, x, weight) or not _onednn():
         return False
+    if conv.thins:
+        return True
     spec, halo = conv.spec, conv.halo
     slabs = [(x if halo is None else halo.shaped(x), conv.padding)]
     if halo is not None and halo.thin is not None:
