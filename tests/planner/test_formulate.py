@@ -17,7 +17,8 @@ from tilewise.layout import Degrees
 from tilewise.ops.draws import Draws
 from tilewise.planner.chosen import chosen_moves
 from tilewise.planner.cost import Setting
-from tilewise.planner.formulate import Formulation, formulate, formulate_plan
+from tilewise.planner.formulate import formulate, formulate_plan
+from tilewise.planner.formulation import Formulation
 from tilewise.planner.machine import load_machine
 from tilewise.planner.payload import Payload
 from tilewise.planner.price import sum_s, traffic_s

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from tilewise import Degrees, Found, Graph, Plan, capture, models, search
 from tilewise.planner.cost import Setting
-from tilewise.planner.formulate import Formulation, formulate
+from tilewise.planner.formulate import formulate
+from tilewise.planner.formulation import Formulation
 from tilewise.planner.machine import load_machine
 from tilewise.planner.solve import Cost, evaluate
 from tilewise.planner.timeline import peak_bytes

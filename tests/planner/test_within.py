@@ -18,7 +18,8 @@ from tilewise.layout import Degrees
 from tilewise.planner.baselines import baselines
 from tilewise.planner.candidates import all_degrees
 from tilewise.planner.cost import Setting
-from tilewise.planner.formulate import Formulation, formulate
+from tilewise.planner.formulate import formulate
+from tilewise.planner.formulation import Formulation
 from tilewise.planner.machine import load_machine
 from tilewise.planner.moment import Sums
 from tilewise.planner.solve import InfeasibleError, evaluate, solve

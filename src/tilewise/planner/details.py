@@ -17,7 +17,7 @@ from tilewise.layout import Cover, Layout
 from tilewise.ops.operation import Need
 from tilewise.planner.chosen import chosen_moves
 from tilewise.planner.cost import bare
-from tilewise.planner.formulate import Formulation
+from tilewise.planner.formulation import Formulation
 from tilewise.planner.search import Found
 from tilewise.planner.solve import Prices
 from tilewise.planner.solve import prices as solved_prices

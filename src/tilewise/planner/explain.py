@@ -12,7 +12,7 @@ from tilewise.errors import PlanError
 from tilewise.layout import Degrees
 from tilewise.planner.candidates import Dropped
 from tilewise.planner.cost import NodeCost
-from tilewise.planner.formulate import Formulation
+from tilewise.planner.formulation import Formulation
 from tilewise.planner.solve import price
 from tilewise.planner.within import Limited
 

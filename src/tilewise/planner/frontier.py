@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from tilewise.planner.formulate import Formulation
+from tilewise.planner.formulation import Formulation
 from tilewise.planner.solve import Solution
 from tilewise.planner.timeline import peak_bytes
 from tilewise.planner.within import Choice, Within, least_peak

@@ -13,7 +13,7 @@ from contextlib import suppress
 import numpy as np
 
 from tilewise.planner.candidates import LETTERS
-from tilewise.planner.formulate import Formulation
+from tilewise.planner.formulation import Formulation
 from tilewise.planner.solve import Descent, evaluate
 from tilewise.planner.solve.known import know
 from tilewise.planner.timeline import peak_bytes

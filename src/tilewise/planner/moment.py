@@ -16,7 +16,7 @@ from functools import cached_property, partial
 import numpy as np
 
 from tilewise.planner.cost import Floats, NodeCost
-from tilewise.planner.formulate import Formulation
+from tilewise.planner.formulation import Formulation
 from tilewise.planner.moves import MoveCosts
 from tilewise.planner.solve import Moves, Problem, Transfer
 from tilewise.planner.solve.known import know, known

@@ -10,7 +10,7 @@ import numpy as np
 
 from tilewise.planner.chosen import chosen_moves
 from tilewise.planner.cost import NodeCost, bare
-from tilewise.planner.formulate import Formulation
+from tilewise.planner.formulation import Formulation
 from tilewise.planner.payload import Payload
 from tilewise.planner.solve import Moves
 from tilewise.planner.timeline import KINDS, by_kind

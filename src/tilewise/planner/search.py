@@ -28,7 +28,8 @@ from tilewise.planner.baselines import NAMES, baselines
 from tilewise.planner.candidates import Dropped
 from tilewise.planner.cost import Setting, WholeStep
 from tilewise.planner.explain import Alternative, alternatives, left_out
-from tilewise.planner.formulate import Formulation, formulate, formulate_plan
+from tilewise.planner.formulate import formulate, formulate_plan
+from tilewise.planner.formulation import Formulation
 from tilewise.planner.frontier import frontier
 from tilewise.planner.lighter import Lighter
 from tilewise.planner.machine import Machine, load_machine

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tilewise.layout import Degrees
-from tilewise.planner.formulate import Formulation, formulate
+from tilewise.planner.formulate import formulate
+from tilewise.planner.formulation import Formulation
 from tilewise.planner.machine import Machine
 from tilewise.planner.moment import Sums
 from tilewise.planner.solve import evaluate, solve

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from tilewise.graph.sync import ALONE_BYTES, BUCKET_BYTES
 from tilewise.planner.chosen import chosen_moves
-from tilewise.planner.formulate import Formulation
+from tilewise.planner.formulation import Formulation
 
 PHASES = ("forward", "backward", "optimizer")
 KINDS = ("parameters", "gradients", "states", "kept", "passing")

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilewise.planner.cost import WholeStep
-from tilewise.planner.formulate import Formulation
+from tilewise.planner.formulation import Formulation
 from tilewise.planner.solve import evaluate
 
 Floats = NDArray[np.float64]

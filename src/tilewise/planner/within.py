@@ -19,7 +19,7 @@ from math import inf
 
 import numpy as np
 
-from tilewise.planner.formulate import Formulation
+from tilewise.planner.formulation import Formulation
 from tilewise.planner.moment import Sums
 from tilewise.planner.solve import (
     Cost,
@@ -42,6 +42,8 @@ from tilewise.planner.timeline import Moment, Moments, moments, peak_bytes
 
 ROUNDS = 12
 """How many means to minimise for the least peak at most."""
+NEAR, NEAR_PART = 12, 0.25
+"""How many descents from the fastest plan to try at most, and in which part of the time."""
 NEARER = 4
 """Which part of the way from the least peak found to its bound a descent tries to go."""
 SAYING = 1.0
@@ -115,6 +117,7 @@ class Within:
         began = time.monotonic()
         for choice in hints:
             self._judge(choice)
+        self._descend()
         self._raise_bound()
         if self.best is None:
             least = self._least_peak(max(self._left, SAYING), hints)
@@ -162,6 +165,24 @@ class Within:
             return False
         self._fuller = held.fullest
         return None
+
+    def _descend(self) -> None:
+        """Look for plans that fit near the fastest one of all.
+
+        Where a descent from it keeps the limit at some moments, another one may be above; that is
+        limited too, and the next begins anew. Little has to change where it does not fit by little.
+        """
+        deadline = time.monotonic() + NEAR_PART * self._left
+        choice, full = self.free.choice, dict[Moment, None]()
+        for _ in range(NEAR):
+            if self._judge(choice) or time.monotonic() > deadline:
+                break
+            fullest = self._seen[choice][1].fullest
+            if fullest in full:
+                break
+            full[fullest] = None
+            descent = Descent(self.sums.problem(list(full), self.limit), self.limit)
+            choice = tuple(descent(self.free.choice, deadline=deadline))
 
     def _raise_bound(self) -> None:
         """Limit ever more moments until bound and best plan meet or time is up."""
