@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class TilewiseError(Exception):
     """The base of every error raised on purpose."""
@@ -49,3 +52,9 @@ class TrainingError(TilewiseError, RuntimeError):
 
 class CheckpointError(TilewiseError, RuntimeError):
     """A checkpoint cannot be written, is damaged, or is not of this model."""
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """Ask for what may have been meant, as a part of an error's text; empty if nothing is near."""
+    near = get_close_matches(word, list(known), 1)
+    return f"did you mean {near[0]!r}? " if near else ""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.comm.launch import engine, first_node, launched
+from tilewise.comm.launch import engine, first_node, join, launched
 from tilewise.errors import CommError
 
 BIN = Path(sys.executable).parent
@@ -77,3 +77,9 @@ def test_backends_that_cannot_be_are_named() -> None:
         engine("smoke")
     with pytest.raises(CommError, match="built without it"):
         engine("nccl")
+
+
+def test_ranks_of_torchrun_are_no_ranks_of_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(CommError, match="torchrun starts no MPI ranks"):
+        join("mpi")

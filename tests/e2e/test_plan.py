@@ -159,7 +159,9 @@ def calls_degrees(about: dict[str, Any]) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        (["--machine", "abacus"], 2, "neither a file nor one of"),
+        (["--machine", "abacus"], 2, "neither a file nor a machine that is known"),
+        (["--machine", "lasen"], 2, "did you mean 'lassen'? "),
+        (["--machine", "lassen", "--explain", "feature.0"], 2, "did you mean 'features.0'? "),
         (["--machine", "lassen", "--memory", "lots"], 2, "must be a size"),
         (["--machine", "lassen", "--pin", "features.0"], 2, "must be layer=degrees"),
         (["--machine", "lassen", "--diff", "none.json"], 2, "there is no file none.json"),

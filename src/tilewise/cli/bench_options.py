@@ -20,7 +20,7 @@ def new_table(title: str, *columns: str) -> Table:
     table = Table(title=title)
     for name in columns:
         left = name in ("layer", "split", "")
-        table.add_column(name, justify="left" if left else "right")
+        table.add_column(name, justify="left" if left else "right", overflow="fold")
     return table
 
 

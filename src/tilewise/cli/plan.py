@@ -121,6 +121,8 @@ def plan(
         print(json.dumps(plain | {DETAILS: about}))
         return
     _show(found, extra, Console())
+    if output is not None:
+        print(f"\nwritten to {output}")
 
 
 def _write(path: Path, plan: Plan, about: dict[str, Any]) -> None:

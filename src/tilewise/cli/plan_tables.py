@@ -190,7 +190,7 @@ def show_alternatives(
         "* chosen; ≥ a lower bound; compute to sync: of this layer alone, halos before any of them "
         "hides behind compute; held: kept for backward; decides: the largest of its costs"
     )
-    explain(text + f"; {left} others not shown, none with a lower bound" * (left > 0), console)
+    explain(text + f"; {left} others not shown, none of them may take less" * (left > 0), console)
 
 
 def show_left_out(layer: str, left_out: Mapping[str, Sequence[Dropped]], console: Console) -> None:

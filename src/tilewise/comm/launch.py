@@ -35,6 +35,8 @@ def join(backend: str = "gloo", *, timeout: float | None = None) -> None:
     if dist.is_initialized():
         return
     name = engine(backend)
+    if backend == "mpi" and "TORCHELASTIC_RUN_ID" in os.environ:
+        raise CommError("backend mpi: torchrun starts no MPI ranks; use mpiexec or srun, or gloo")
     if "RANK" not in os.environ:
         if any(variable in os.environ for variable in MPI_RANKS):
             from tilewise.comm.mpi import tell_torch

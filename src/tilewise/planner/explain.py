@@ -8,7 +8,7 @@ from math import isfinite
 
 import numpy as np
 
-from tilewise.errors import PlanError
+from tilewise.errors import PlanError, meant
 from tilewise.layout import Degrees
 from tilewise.planner.candidates import Dropped
 from tilewise.planner.cost import NodeCost
@@ -148,6 +148,6 @@ def variable_of(found: Formulation, layer: str) -> int:
     """Return the variable that decides a layer's split: its own, or the one that it follows."""
     owner = found.choices.owner.get(layer)
     if owner is None:
-        known = ", ".join(found.names)
-        raise PlanError(f"plan: there is no layer {layer!r} to explain; layers: {known}")
+        known, guess = ", ".join(found.names), meant(layer, found.names)
+        raise PlanError(f"plan: there is no layer {layer!r} to explain; {guess}layers: {known}")
     return owner

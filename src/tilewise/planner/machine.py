@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from tilewise.errors import TilewiseError
+from tilewise.errors import TilewiseError, meant
 from tilewise.ops.kept import folder
 
 Floats = NDArray[np.float64]
@@ -250,9 +250,10 @@ def load_machine(machine: str | Path | Machine, *, devices: int = 2) -> Machine:
             )
         path = newest
     elif not path.is_file():
+        known = (*preset_names(), LOCAL)
         raise MachineError(
-            f"machine: {str(machine)!r} is neither a file nor one of "
-            f"{', '.join((*preset_names(), LOCAL))}"
+            f"machine: {str(machine)!r} is neither a file nor a machine that is known; "
+            f"{meant(str(machine), known)}these are: {', '.join(known)}"
         )
     try:
         text = path.read_text(encoding="utf-8")

@@ -352,5 +352,5 @@ def parse_bytes(text: str | int) -> int:
         return text
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", str(text).strip())
     if match is None or match[2] not in UNITS or float(match[1]) <= 0:
-        raise PlanError(f"memory: {text!r} must be a size such as 16GiB, 900MB or 17179869184")
+        raise PlanError(f"memory: {text!r} must be a size such as 16GiB, 900MB, 64KB or 4096")
     return int(float(match[1]) * UNITS[match[2]])

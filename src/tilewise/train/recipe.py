@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from tilewise.errors import RecipeError
+from tilewise.errors import RecipeError, meant
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -208,11 +208,9 @@ def _text(name: str) -> tuple[str, str]:
         raise RecipeError(f"recipe: there is no file {name}")
     known = shipped()
     if name not in known:
-        near = get_close_matches(name, known, 1)
-        guess = f"did you mean {near[0]!r}? " if near else ""
         raise RecipeError(
-            f"recipe: {name!r} is neither a file nor a recipe that comes with tilewise; {guess}"
-            f"these do: {', '.join(known)}"
+            f"recipe: {name!r} is neither a file nor a recipe that comes with tilewise; "
+            f"{meant(name, known)}these do: {', '.join(known)}"
         )
     found = resources.files("tilewise").joinpath("recipes", f"{name}.toml")
     return found.read_text(encoding="utf-8"), name

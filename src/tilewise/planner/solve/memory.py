@@ -63,7 +63,7 @@ class InfeasibleError(PlanError):
         names = ", ".join(f"{name} ({held:,})" for name, held in self.holders[:5])
         way_out = "more devices or a smaller batch"
         if not recompute:
-            way_out = "more devices, a smaller batch or recomputation (--recompute)"
+            way_out = "more devices, a smaller batch or recomputation (--recompute, recompute=True)"
         super().__init__(
             f"plan: memory (={cap:,} bytes) {why}; most is held by {names}; use {way_out}"
         )
