@@ -122,7 +122,8 @@ def make_benches(folder: Path) -> list[Path]:
     """Write benches with the classes that the commands print."""
     row = Row("conv", "h2", 2, 0.2, 0.01, 0.1, 0.12, 0.04, 0.08, 0.83, 1.67, 4096)
     model = ModelRow(
-        "alexnet", "n2", 2, 1.0, 0.6, 0.57, 0.58, 0.56, 0.5, 0.55, 1.8, 1.1, 1.05, 0.91, 4096, 2048, 0.02
+        "alexnet", "n2", 2, 1.0, 0.6, 0.57, 0.58, 0.56, 0.5, 0.55, 1.8, 1.1, 1.05, 0.91, 4096, 2048,
+        0.02,
     )  # fmt: skip
     message = Primitive("exchange", {64: 1e-5, 1024: 2e-5}, 9e-6, 1e-8, 0.05)
     points = [Point("conv", f"h{k}" if k > 1 else "1", k, 0.1 / k, 0.2 / k, k, k) for k in (1, 2)]
