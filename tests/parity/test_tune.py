@@ -183,7 +183,7 @@ def test_onednn_stays_switched_off_where_the_user_did_so() -> None:
     found = []
     torch.backends.mkldnn.enabled = False
     try:
-        assert not tune._leaves_onednn(conv, x, weight)
+        assert not tune._onednn_differs(conv, x, weight)
         key = tune._key(conv, x, weight)
         for by in ("torch", "onednn"):
             way = Way(patch=False, last=False, by=by)

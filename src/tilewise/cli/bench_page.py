@@ -138,8 +138,9 @@ def _layers(found: dict[str, list[Row]]) -> list[str]:
 
 def _models(found: dict[str, list[ModelRow]]) -> list[str]:
     head = ["model", "plan", "backend", "one thread (ms)", "two threads (ms)",
-            "memory kept (ms)", "DDP (ms)", "memory kept (ms)", "own share (ms)", "split (ms)",
-            "× one thread", "× two threads", "× DDP", "efficiency", "memory"]  # fmt: skip
+            "two threads, memory kept (ms)", "DDP (ms)", "DDP, memory kept (ms)",
+            "own share (ms)", "split (ms)", "× one thread", "× two threads", "× DDP", "efficiency",
+            "memory"]  # fmt: skip
 
     def cells(backend: str, row: ModelRow) -> list[str]:
         times = [

@@ -179,13 +179,13 @@ class LocalConv:
             return torch.zeros_like(x), torch.zeros_like(weight), dy.sum(dims)
         if way.last and way.by == "onednn" and self.turns(padding) and mask[0]:
             return self._turned(dy, weight, padding), None, None
-        given = x
+        whole = x
         x, stride = self._read(way, x)
-        dy, x = formatted(dy, last=way.last), formatted(x, last=way.last)
+        dy = formatted(dy, last=way.last)
         if mask[0]:
-            weight = formatted(weight, last=way.last)
-        else:  # only its shape and format count
-            weight = torch.empty_like(weight, memory_format=format_of(weight, last=way.last))
+            weight, x = formatted(weight, last=way.last), _shaped(x, last=way.last)
+        else:
+            weight, x = _shaped(weight, last=way.last), formatted(x, last=way.last)
         if way.by == "onednn" and torch.backends.mkldnn.enabled:
             dy, x = dy.to_mkldnn(), x.to_mkldnn()
         found = torch.ops.aten.convolution_backward(
@@ -193,8 +193,8 @@ class LocalConv:
             [0] * spec.ndim, self.groups, mask,
         )  # fmt: skip
         dx, dw, db = (t.to_dense() if t is not None and t.is_mkldnn else t for t in found)
-        if dx is not None and dx.shape != given.shape:
-            dx = self._spread(dx, given)
+        if dx is not None and dx.shape != whole.shape:
+            dx = self._spread(dx, whole)
         return dx, dw, db
 
     @property
@@ -252,6 +252,11 @@ class LocalConv:
             [far - width for far, width in zip(self._reach, padding)], spec.stride,
             spec.dilation, 1,
         )  # fmt: skip
+
+
+def _shaped(tensor: Tensor, *, last: bool) -> Tensor:
+    """Return a tensor in this format of which only the shape counts: without a copy."""
+    return torch.empty_like(tensor, memory_format=format_of(tensor, last=last))
 
 
 def like(tensor: Tensor, model: Tensor) -> Tensor:

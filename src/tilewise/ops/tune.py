@@ -189,7 +189,7 @@ def _measure(conv: LocalConv, x: Tensor, weight: Tensor) -> list[float]:
         found[way] = dw[:JUDGED].clone()
         return dw
 
-    apart = _leaves_onednn(conv, x, weight)
+    apart = _onednn_differs(conv, x, weight)
     patches = conv.halo is not None and conv.halo.thin is not None
     phases: dict[str, Phase] = dict(zip(PHASES, (forward, data, to_weight)))
     times = []
@@ -229,8 +229,8 @@ def _taps(conv: LocalConv, x: Tensor, weight: Tensor) -> bool:
     return _on_cpu(conv, x, weight) and conv.groups == 1 and min(weight.shape[:2]) >= FEW
 
 
-def _leaves_onednn(conv: LocalConv, x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN is there, and torch would convolve the slab, or all of it, by other means."""
+def _onednn_differs(conv: LocalConv, x: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN is there, and calling it does something else than torch does by itself."""
     if not _on_cpu(conv, x, weight) or not _onednn():
         return False
     if conv.thins:
