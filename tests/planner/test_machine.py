@@ -78,7 +78,7 @@ def test_what_is_no_json_and_no_machine(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(MachineError, match="not JSON"):
         load_machine(path)
-    with pytest.raises(MachineError, match="one of dgx-h100, lassen"):
+    with pytest.raises(MachineError, match="these are: dgx-h100, lassen"):
         load_machine("laptop")
     with pytest.raises(MachineError, match="no rates for int8"):
         load_machine("lassen").rates("int8")

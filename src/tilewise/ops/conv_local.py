@@ -255,8 +255,11 @@ class LocalConv:
 
 
 def _shaped(tensor: Tensor, *, last: bool) -> Tensor:
-    """Return a tensor in this format of which only the shape counts: without a copy."""
-    return torch.empty_like(tensor, memory_format=format_of(tensor, last=last))
+    """Return a tensor in this format of which only the shape counts: itself, or one not filled."""
+    wanted = format_of(tensor, last=last)
+    if tensor.is_contiguous(memory_format=wanted):
+        return tensor
+    return torch.empty_like(tensor, memory_format=wanted)
 
 
 def like(tensor: Tensor, model: Tensor) -> Tensor:
