@@ -8,18 +8,36 @@ runs backward from any output passes all nodes, in reverse order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
+class Later:
+    """Work of backward that nothing needs yet: done while a message is under way."""
+
+    def __init__(self) -> None:
+        self.works: list[Callable[[], None]] = []
+
+    def add(self, work: Callable[[], None]) -> None:
+        """Put off some work."""
+        self.works.append(work)
+
+    def run(self) -> None:
+        """Do all that was put off."""
+        works, self.works = self.works, []
+        for work in works:
+            work()
+
+
 class Chain:
-    """The token of one forward pass."""
+    """The token of one forward pass, and what its backward puts off."""
 
     def __init__(self, token: Tensor | None = None) -> None:
         self.token = token
+        self.later = Later()
 
     def start(self, device: torch.device | None = None) -> None:
         """Begin a pass whose communicating nodes need gradients."""

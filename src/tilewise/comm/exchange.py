@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilewise.comm.chain import Chain, hand_on, take, token_of
+from tilewise.comm.chain import Chain, Later, hand_on, take, token_of
 from tilewise.comm.formats import memory_format, same_memory
 from tilewise.comm.frame import Box, Frame, overlap
 from tilewise.comm.mesh import Group, Mesh
@@ -100,7 +100,8 @@ class Exchange:
         if self.silent:
             return tensor
         out: Tensor
-        out, token = _ExchangeFunction.apply(tensor, token_of(chain, tensor), self)
+        later = None if chain is None else chain.later
+        out, token = _ExchangeFunction.apply(tensor, token_of(chain, tensor), self, later)
         hand_on(chain, token)
         return out
 
@@ -175,9 +176,9 @@ class _Finish(torch.autograd.Function):
 class _ExchangeFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, token: Tensor | None, exchange: Exchange
+        ctx: Any, tensor: Tensor, token: Tensor | None, exchange: Exchange, later: Later | None
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.exchange = exchange
+        ctx.exchange, ctx.later = exchange, later
         ctx.differentiable = tensor.is_floating_point() or tensor.is_complex()
         out = exchange.start(tensor).finish()
         if same_memory(out, tensor):
@@ -188,18 +189,21 @@ class _ExchangeFunction(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad: Tensor, token: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
         if not ctx.differentiable:
-            return None, token, None
+            return None, token, None, None
         exchange: Exchange = ctx.exchange
         core = exchange.core if exchange.fresh and grad.dtype not in HALF else None
-        if core is None:
-            return exchange.start_adjoint(grad).finish(), token, None
         boxes = exchange.arriving
-        pending = exchange.start_adjoint(Frame(boxes, [grad[box] for box in boxes], grad))
+        given = grad if core is None else Frame(boxes, [grad[box] for box in boxes], grad)
+        pending = exchange.start_adjoint(given)
+        if ctx.later is not None:
+            ctx.later.run()
+        if core is None:
+            return pending.finish(), token, None, None
         found = grad[core]
         pending.finish_into(found)
-        return found, token, None
+        return found, token, None, None
 
 
 class _Way:
@@ -405,6 +409,6 @@ def _unpack(
         if isinstance(out, Frame):
             out.write(transfer.target, part, add=add)
         elif add:
-            out[transfer.target] += part
+            out[transfer.target].add_(part)
         else:
-            out[transfer.target] = part
+            out[transfer.target].copy_(part)

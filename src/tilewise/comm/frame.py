@@ -43,10 +43,8 @@ class Frame:
             common = overlap(box, inside)
             if common is not None:
                 part = values[shift(common, box)]
-                if add:
-                    piece[shift(common, inside)] += part
-                else:
-                    piece[shift(common, inside)] = part
+                here = piece[shift(common, inside)]
+                here.add_(part) if add else here.copy_(part)
 
 
 def overlap(a: Box, b: Box) -> Box | None:

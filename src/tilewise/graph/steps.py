@@ -23,6 +23,7 @@ from tilewise.graph.lower import Planned
 from tilewise.graph.rule import Lowered
 from tilewise.graph.shares import Use
 from tilewise.layout import Axes, Cover, Layout, Move
+from tilewise.ops.conv_run import ConvRun
 from tilewise.ops.operation import Bound, Need
 from tilewise.plan import Plan
 
@@ -109,6 +110,7 @@ class Steps:
         self.output_slots = self._outputs(plan)
         self.steps = self._in_order()
         self._free()
+        self._wait_patiently()
 
     def _slot(self, key: Any) -> int:
         return self.slots.setdefault(key, len(self.slots))
@@ -264,6 +266,18 @@ class Steps:
         for slot, step in last.items():
             if slot not in self.output_slots:
                 step.frees.append(slot)
+
+    def _wait_patiently(self) -> None:
+        """Tell convolutions behind whose backward a message is waited for, before the next one."""
+        soon: dict[int, bool] = {}  # whether backward waits on its way from here
+        for step in self.steps:
+            run, slots = step.run, [what for where, what in step.inputs if where == "slot"]
+            here = isinstance(run, Exchange)
+            if isinstance(run, Bound):
+                if isinstance(run.fused, ConvRun):
+                    run.fused.patient = soon.get(slots[0], False)
+                here = bool(run.inner) or (run.fused is None and any(map(soon.get, slots)))
+            soon.update(dict.fromkeys(step.outputs, here))
 
 
 def fresh_gradients(nodes: Iterable[Node]) -> set[str]:

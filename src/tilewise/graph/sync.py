@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewise.comm import Chain, Group, Mesh
-from tilewise.comm.chain import take
+from tilewise.comm.chain import Later, take
 from tilewise.graph.reach import Gate, Passing, Reach, leave
 from tilewise.graph.recompute import Stretch
 from tilewise.graph.shares import Shares, Use, at_end_of_backward
@@ -38,11 +38,13 @@ class Bucket:
     """Parameters whose gradients are summed together: same group, same dtype.
 
     Those in `alone` are large and summed in place, beside the buffer that takes the others.
+    `fresh` numbers, from 1, those whose gradients nothing else shares.
     """
 
     group: Group
     names: list[str] = field(default_factory=list)
     alone: set[str] = field(default_factory=set)
+    fresh: list[int] = field(default_factory=list)
     bytes: int = 0
 
     @property
@@ -83,8 +85,10 @@ class GradSync:
             size = tensor.numel() * tensor.element_size()
             bucket.names.append(name)
             bucket.bytes += size
-            if name in fresh and size >= ALONE_BYTES:
-                bucket.alone.add(name)
+            if name in fresh:
+                bucket.fresh.append(len(bucket.names))
+                if size >= ALONE_BYTES:
+                    bucket.alone.add(name)
 
 
 class Entry:
@@ -126,7 +130,9 @@ class Entry:
             return gated
         index, position = self.buckets.place[use]
         if index not in self.inner:
-            token, *entered = _Inner.apply(self.states[index], self.chain.token, *self.outer[index])
+            token, *entered = _Inner.apply(
+                self.states[index], self.chain.later, self.chain.token, *self.outer[index]
+            )
             self.chain.token = token
             self.inner[index] = tuple(entered)
         return self.inner[index][position]
@@ -193,9 +199,11 @@ class _Outer(torch.autograd.Function):
 class _Inner(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, state: _State, token: Tensor | None, *parameters: Tensor
+        ctx: Any, state: _State, later: Later, token: Tensor | None, *parameters: Tensor
     ) -> tuple[Tensor | None, ...]:
-        ctx.state = state
+        ctx.state, ctx.later = state, later
+        # of gradients that nothing else shares layers may promise to find them until they are read
+        ctx.promises = dict.fromkeys(state.bucket.fresh)
         ctx.set_materialize_grads(False)
         return take(ctx, token, 0), *(parameter.view_as(parameter) for parameter in parameters)
 
@@ -204,17 +212,29 @@ class _Inner(torch.autograd.Function):
     def backward(ctx: Any, token: Tensor | None, *grads: Tensor | None) -> tuple[Any, ...]:
         state: _State = ctx.state
         uses = state.bucket.uses
+        ctx.later.run()
+        grads = tuple(_kept_promise(ctx, i, grad) for i, grad in enumerate(grads, 1))
         grads = tuple(g if state.passing.wants(use) else None for g, use in zip(grads, uses))
         outer = ctx.next_functions[-1][0]
         if not torch._C._will_engine_execute_node(outer):
-            return None, token, *(None for _ in grads)  # gradients of other tensors were asked for
+            # gradients of other tensors were asked for
+            return None, None, token, *(None for _ in grads)
         returned = any(_is_returned(node) for node, _ in outer.next_functions)
         if not state.sync and not returned:
-            return None, token, *grads
+            return None, None, token, *grads
         if not returned:
             at_end_of_backward(state.shares.sum)
         fetched = [not returned and executed for executed in _executed(outer)]
-        return None, token, *_start_sum(state, grads, fetched)
+        return None, None, token, *_start_sum(state, grads, fetched)
+
+
+def _kept_promise(ctx: Any, number: int, grad: Tensor | None) -> Tensor | None:
+    """Return a gradient that was put off, now found, or the one that came."""
+    found: Tensor | None = ctx.promises.get(number)
+    if found is None:
+        return grad
+    ctx.promises[number] = None
+    return found
 
 
 def _is_returned(node: Any) -> bool:

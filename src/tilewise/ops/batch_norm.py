@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from tilewise.comm import Exchange
-from tilewise.comm.chain import hand_on, take, token_of
+from tilewise.comm.chain import Later, hand_on, take, token_of
 from tilewise.comm.formats import is_last
 from tilewise.errors import OperatorError
 from tilewise.layout import PARTIAL, REPLICA, Axes, Cover, Layout
@@ -123,6 +123,7 @@ class _Local:
     momentum: float | None
     eps: float
     plain: bool
+    known: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
 
     def __call__(self, inner: list[Via], x: Tensor, *operands: Tensor) -> Tensor:
         rest = list(operands)
@@ -152,8 +153,9 @@ class _Local:
         """Normalise by statistics that ranks share, or this one has for itself."""
         chain, exchange = (None, None) if via is None else (via.chain, via.exchange)
         token = token_of(chain, x, weight, bias)
+        later = None if chain is None else chain.later
         y: Tensor
-        y, token = _Joint.apply(self, exchange, (running, factor), x, token, weight, bias)
+        y, token = _Joint.apply(self, (exchange, later), (running, factor), x, token, weight, bias)
         hand_on(chain, token)
         return y
 
@@ -166,9 +168,10 @@ class _Local:
         for dim in reduced:
             if dim not in self.join:
                 own = _block(own, dim + 1, self.coords[dim])
-        counts, share = _counts(self.summary, self.join, self.coords, rows.device)
-        found = combine_by(own, counts, share, self.join) if self.join else own.unbind(0)
-        mean, m2 = torch.stack(found).to(dtype).flatten(1)
+        found = own.unbind(0)
+        if self.join:
+            found = combine_by(own, *self.counts(rows.device), self.join)
+        mean, m2 = torch.stack(found).to(dtype).flatten(1).unbind(0)
         if running is not None:
             every = mean, m2
             if own is not rows:
@@ -179,6 +182,18 @@ class _Local:
                 now.mul_(1.0 - factor).add_(batch, alpha=part)
         return mean, m2 / self.count
 
+    def counts(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return how many values entries stand for that are joined, and their shares of them."""
+        if device not in self.known:
+            counts = self.summary.counts(device)
+            with ordinary_tensors():
+                for dim in self.summary.dims:
+                    if dim not in self.join:
+                        counts = _block(counts, dim, self.coords[dim])
+                total = counts.sum(list(self.join), keepdim=True)
+                self.known[device] = counts, counts / total.clamp(min=1.0)
+        return self.known[device]
+
     @cached_property
     def count(self) -> float:
         """How many values this rank's statistics are taken of."""
@@ -188,19 +203,6 @@ class _Local:
             for dim in self.summary.dims
         )
         return float(max(prod(sizes), 1))
-
-
-@lru_cache(maxsize=4096)
-def _counts(
-    summary: Summary, join: tuple[int, ...], coords: tuple[int, ...], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return how many values entries stand for that are joined, and their shares of all of them."""
-    counts = summary.counts(device)
-    with ordinary_tensors():
-        for dim in summary.dims:
-            if dim not in join:
-                counts = _block(counts, dim, coords[dim])
-        return counts, counts / counts.sum(list(join), keepdim=True).clamp(min=1.0)
 
 
 def _block(tensor: Tensor, dim: int, index: int) -> Tensor:
@@ -224,17 +226,17 @@ class _Joint(torch.autograd.Function):
     def forward(
         ctx: Any,
         local: _Local,
-        exchange: Exchange | None,
+        messages: tuple[Exchange | None, Later | None],
         tracked: tuple[tuple[Tensor, Tensor] | None, float],
         x: Tensor,
         token: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.local, ctx.exchange = local, exchange
+        ctx.local, (ctx.exchange, ctx.later) = local, messages
         rows = moments_of(x, local.summary.dims)
-        if exchange is not None:
-            rows = exchange.start(rows).finish()
+        if ctx.exchange is not None:
+            rows = ctx.exchange.start(rows).finish()
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         mean, var = local.statistics(rows, *tracked, dtype)
         ctx.save_for_backward(x, mean, var, weight)
@@ -289,7 +291,10 @@ def _complete(
     mine = sums * slope
     if ctx.exchange is not None:
         given = mine.double().view(2, 1, *wide).expand(ctx.rows)
-        mine = ctx.exchange.start_adjoint(given).finish().to(mean.dtype)
+        pending = ctx.exchange.start_adjoint(given)
+        if ctx.later is not None:
+            ctx.later.run()
+        mine = pending.finish().to(mean.dtype)
     if not x.numel():
         return torch.zeros_like(x)
     weight, bias = mine.flatten(1).div_(-local.count)

@@ -18,12 +18,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewise.comm import Chain, Exchange, Frame, Mesh, Pending
-from tilewise.comm.chain import hand_on, take, token_of
+from tilewise.comm.chain import Later, hand_on, take, token_of
 from tilewise.comm.formats import formatted, is_last
-from tilewise.ops.conv_local import LocalConv, Ways
+from tilewise.ops.conv_local import LocalConv, Way, Ways
 from tilewise.ops.halo import Halo
 from tilewise.ops.tune import Tuned, choose, noise, worth_tuning
 
+WEIGHT = 1
+"""Where the weight stands among a node's tensors."""
 NATIVE: dict[int, Callable[..., Tensor]] = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 
 
@@ -60,6 +62,7 @@ class ConvRun:
         self.tuned: dict[Any, Tuned] = {}
         self.chosen: dict[Any, Ways] = {}
         self.last: bool | None = None  # the memory format of the network around it, if it has one
+        self.patient = False  # whether backward soon waits for a message, with little to do
 
     def __call__(self, x: Tensor, weight: Tensor, *bias: Tensor, chain: Chain | None) -> Tensor:
         x, weight, *bias = _as_autocast_would(x, weight, *bias)  # type: ignore[assignment]
@@ -68,7 +71,8 @@ class ConvRun:
             return self._natively(x, weight, *bias)
         token = None if self.quiet else token_of(chain, x, weight, *bias)
         y: Tensor
-        y, token = _Convolve.apply(self, ways, x, weight, token, *bias)
+        later = chain.later if self.patient and chain is not None else None
+        y, token = _Convolve.apply(self, ways, later, x, weight, token, *bias)
         hand_on(chain, token)
         return y
 
@@ -129,6 +133,7 @@ class _Convolve(torch.autograd.Function):
         ctx: Any,
         run: ConvRun,
         ways: Ways,
+        later: Later | None,
         x: Tensor,
         weight: Tensor,
         token: Tensor | None,
@@ -145,7 +150,7 @@ class _Convolve(torch.autograd.Function):
         y = formatted(y, last=ways.last)
         if run.finish is not None:
             y = run.finish.start(y).finish()
-        ctx.run, ctx.ways, ctx.bias = run, ways, bool(bias)
+        ctx.run, ctx.ways, ctx.later, ctx.bias = run, ways, later, bool(bias)
         ctx.boxes, pieces = ((), ()) if frame is None else (frame.boxes, frame.pieces)
         ctx.save_for_backward(x, weight, *pieces)
         return y, take(ctx, token, 2)
@@ -155,7 +160,7 @@ class _Convolve(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, token: Tensor | None) -> tuple[Any, ...]:
         run: ConvRun = ctx.run
         local, ways = run.local, ctx.ways
-        _, _, want_x, want_w, _, *want_b = ctx.needs_input_grad
+        _, _, _, want_x, want_w, _, *want_b = ctx.needs_input_grad
         want_bias = any(want_b) and run.with_bias
         x, weight, *pieces = ctx.saved_tensors
         frame = None if local.halo is None else Frame(ctx.boxes, pieces, x)
@@ -173,7 +178,11 @@ class _Convolve(torch.autograd.Function):
             )  # fmt: skip
             if bring is not None and frame is None:
                 under_way.append(bring.start_adjoint(dx))
-        if want_w or want_bias:
+        if want_w and not want_bias and _puts_off(ctx, run, ways.data):
+            dw = _promise(
+                ctx, weight, lambda: local.weight(ways.weight, dy, x, weight, frame, bias=False)[0]
+            )
+        elif want_w or want_bias:
             dw, db = local.weight(ways.weight, dy, x, weight, frame, bias=want_bias)
         for pending in under_way:
             if frame is None:
@@ -181,7 +190,30 @@ class _Convolve(torch.autograd.Function):
             else:
                 assert dx is not None
                 pending.finish_into(dx)
-        return None, None, dx, dw, token, *([db] if ctx.bias else [])
+        return None, None, None, dx, dw, token, *([db] if ctx.bias else [])
+
+
+def _puts_off(ctx: Any, run: ConvRun, way: Way) -> bool:
+    """Whether to find the weight's gradient behind the next message, not behind this layer's own.
+
+    That is where who reads it waits for a promise. This layer's own message has the slab's
+    gradient to travel behind unless slab and halo are one.
+    """
+    node, number = ctx.next_functions[WEIGHT]
+    halo = run.local.halo
+    apart = run.bring is None or (way.patch and halo is not None and halo.thin is not None)
+    return ctx.later is not None and apart and number in getattr(node, "promises", ())
+
+
+def _promise(ctx: Any, weight: Tensor, find: Callable[[], Tensor]) -> Tensor:
+    """Put off finding the weight's gradient; returns what stands for it till then."""
+    node, number = ctx.next_functions[WEIGHT]
+
+    def work() -> None:
+        node.promises[number] = find()
+
+    ctx.later.add(work)
+    return weight.new_empty(1).expand(weight.shape)
 
 
 def _receive(halo: Halo | None, pending: Pending | None, x: Tensor) -> Frame:

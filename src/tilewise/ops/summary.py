@@ -134,11 +134,11 @@ def moments_of(x: Tensor, dims: Sequence[int]) -> Tensor:
     deviation = x - rough
     shift = deviation.mean(dims, keepdim=True)
     squares = deviation.square_().sum(dims, keepdim=True)
-    found = torch.stack((rough, squares)).double()
-    found[0] += shift
-    count = prod(x.shape[dim] for dim in dims)
-    found[1].sub_(shift.double().square_(), alpha=count).clamp_(min=0.0)
-    return found
+    found = torch.stack((rough, squares, shift)).double()
+    mean, m2, off = found.unbind(0)
+    mean.add_(off)
+    m2.addcmul_(off, off, value=-prod(x.shape[dim] for dim in dims)).clamp_(min=0.0)
+    return found[:2]
 
 
 def combine(found: Tensor, counts: Tensor, dims: Sequence[int]) -> tuple[Tensor, Tensor]:
