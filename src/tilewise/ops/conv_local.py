@@ -115,8 +115,10 @@ class LocalConv:
         if way.patch and halo.thin is not None:
             send(halo.outer_grads(dy, frame, weight, self.groups))
             return like(self._backward(way, dy, x, weight, mask, halo.inner_padding)[0], x)
-        empty = halo.shaped(x, last=way.last)
-        grad: Tensor = self._backward(way, dy, empty, weight, mask, self.padding)[0]
+        # what only lends its shape is gone before anything is sent
+        grad: Tensor = self._backward(
+            way, dy, halo.shaped(x, last=way.last), weight, mask, self.padding
+        )[0]
         send(Frame(frame.boxes, [grad[box] for box in frame.boxes], grad))
         dx = grad[halo.core]
         return dx if is_last(grad) == is_last(x) else like(dx, x)  # not every kernel keeps it
