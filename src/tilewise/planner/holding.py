@@ -7,13 +7,14 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from tilewise.graph.graph import Value
+from tilewise.graph.graph import Node, Value
 from tilewise.planner.cost import VIEWS
 from tilewise.planner.memory import keeps
 from tilewise.planner.moves import MoveCosts, Tables
 from tilewise.planner.walk import Walk
 
 Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
 
 
 def hold(walk: Walk) -> None:
@@ -37,6 +38,17 @@ def hold(walk: Walk) -> None:
         keepers = always or keepers
         size = place.local * walk.setting.size(value)
         maker = makers.get(value)
+        base = None if maker is None else _base(value, maker)
+        if maker is not None and base is not None and (base in walk.kept or base in walk.given):
+            # another look at what is kept already
+            cost = walk.found.costs[maker.name]
+            cost.later_bytes += np.where(cost.again > 0, 0.0, _cut(walk, value, base))
+            if value in walk.outside:
+                cost.left_bytes += cost.again * size
+            else:
+                gone[value] = cost.again > 0
+            walk.kept.add(value)
+            continue
         if value.origin == "input" or value in walk.kept or len(keepers) > 1:
             if maker is None:
                 walk.found.costs[_charged(walk, value, first)].given_bytes += size
@@ -73,6 +85,22 @@ def hold(walk: Walk) -> None:
         walk.found.moves[value] = MoveCosts.shared(
             value, place, readers, walk.setting, value in walk.grads, kept, again, tables
         )
+
+
+def _base(value: Value, maker: Node) -> Value | None:
+    """Return the tensor that a call's result is a view of."""
+    if maker.kind not in VIEWS:
+        return None
+    operands = [one for one in maker.values() if not one.held]
+    return operands[maker.outs.index(value)] if len(operands) == len(maker.outs) else None
+
+
+def _cut(walk: Walk, value: Value, base: Value) -> Floats:
+    """Return the bytes of what is cut from an input that is handed in larger, if it is kept."""
+    local = walk.places[value].local
+    given = walk.given.get(base, local)
+    copied = (given > local) & (value in walk.kept)
+    return np.where(copied, local * walk.setting.size(value), 0.0)
 
 
 def _hold_results(walk: Walk) -> None:
