@@ -38,11 +38,12 @@ def hold(walk: Walk) -> None:
         keepers = always or keepers
         size = place.local * walk.setting.size(value)
         maker = makers.get(value)
-        base = None if maker is None else _base(value, maker)
-        if maker is not None and base is not None and (base in walk.kept or base in walk.given):
-            # another look at what is kept already
+        there = None if maker is None else _viewed(walk, value, maker)
+        if maker is not None and there is not None:
+            # where it is as large, another look at what was handed in; else a copy of that
             cost = walk.found.costs[maker.name]
-            cost.later_bytes += np.where(cost.again > 0, 0.0, _cut(walk, value, base))
+            copied = (there != place.local) & (value in walk.kept or bool(keepers))
+            cost.later_bytes += np.where(copied & (cost.again == 0), size, 0.0)
             if value in walk.outside:
                 cost.left_bytes += cost.again * size
             else:
@@ -87,20 +88,12 @@ def hold(walk: Walk) -> None:
         )
 
 
-def _base(value: Value, maker: Node) -> Value | None:
-    """Return the tensor that a call's result is a view of."""
-    if maker.kind not in VIEWS:
-        return None
+def _viewed(walk: Walk, value: Value, maker: Node) -> Floats | None:
+    """Return the elements that were handed in of an input that a tensor is a view of, if any."""
     operands = [one for one in maker.values() if not one.held]
-    return operands[maker.outs.index(value)] if len(operands) == len(maker.outs) else None
-
-
-def _cut(walk: Walk, value: Value, base: Value) -> Floats:
-    """Return the bytes of what is cut from an input that is handed in larger, if it is kept."""
-    local = walk.places[value].local
-    given = walk.given.get(base, local)
-    copied = (given > local) & (value in walk.kept)
-    return np.where(copied, local * walk.setting.size(value), 0.0)
+    if maker.kind not in VIEWS or len(operands) != len(maker.outs):
+        return None
+    return walk.given.get(operands[maker.outs.index(value)])
 
 
 def _hold_results(walk: Walk) -> None:
