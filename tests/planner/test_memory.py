@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable
 from functools import cache
 from math import prod
@@ -20,10 +21,10 @@ from tilewise.bench.memory import LiveBytes
 from tilewise.graph.lower import plan_program
 from tilewise.ops.draws import Draws
 from tilewise.planner.cost import Setting
-from tilewise.planner.formulate import formulate
+from tilewise.planner.formulate import formulate, formulate_plan
 from tilewise.planner.machine import load_machine
 from tilewise.planner.solve import evaluate
-from tilewise.planner.timeline import peak_bytes
+from tilewise.planner.timeline import moments, peak_bytes
 from tilewise.testing import ranks
 
 MACHINE = load_machine("lassen")
@@ -43,6 +44,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "densenet": (lambda: models.densenet121(width=0.25, num_classes=10), (4, 3, 64, 64)),
     "norms": (lambda: norms(), (4, 4, 32, 32)),
     "wide": (lambda: nn.Conv2d(1, 8, 3, padding=1), (4, 1, 64, 64)),
+    "features": (lambda: features(), (4, 4, 32, 32)),
 }
 SPLITS = {
     "alexnet": ("1", "n2", "h2", "c2"),
@@ -52,7 +54,7 @@ SPLITS = {
     "inception": ("1", "h2"),
     "densenet": ("1",),
     "norms": (),
-    "wide": (),
+    "features": (),
 }
 CASES = [(name, degrees) for name in NETS for degrees in SPLITS.get(name, ("1", "n2", "h2", "c2"))]
 REGRESSIONS = ("cosmoflow", "mlperf", "mesh1k", "mesh2k", "wide")
@@ -67,6 +69,12 @@ def norms() -> nn.Module:
     return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
 
 
+def features() -> nn.Module:
+    """A network without a loss whose results are much of what a step holds."""
+    first, second = nn.Conv2d(4, 16, 3, padding=1), nn.Conv2d(16, 8, 3, padding=1)
+    return nn.Sequential(first, nn.ReLU(), second)
+
+
 @cache
 def graph_of(name: str) -> Graph:
     make, shape = NETS[name]
@@ -74,6 +82,8 @@ def graph_of(name: str) -> Graph:
     if name == "inception":
         targets = (torch.zeros(shape[0], dtype=torch.long),)
         return capture(make(), (torch.zeros(shape),), both_heads, targets=targets)
+    if name == "features":
+        return capture(make(), (torch.zeros(shape),))
     loss = F.mse_loss if name in REGRESSIONS else F.cross_entropy
     return capture(make(), (torch.zeros(shape),), loss)
 
@@ -95,11 +105,18 @@ def measure(mesh: Mesh, name: str, graph: Graph, plan: Plan) -> int:
 
 def _measure(mesh: Mesh, name: str, graph: Graph, plan: Plan) -> int:
     model = ParallelModel(NETS[name][0](), graph, plan, mesh)
-    slabs = model.scatter(*inputs_of(graph))
+    given = model.scatter(*inputs_of(graph))
+    slabs = (given,) if isinstance(given, torch.Tensor) else given
     optimizer = torch.optim.Adam(model.parameters())
 
     def step() -> None:
-        model.loss(*slabs).backward()
+        if graph.loss is not None:
+            model.loss(*slabs).backward()
+        else:
+            out = model(*slabs)
+            gradient = torch.ones_like(out)
+            out.backward(gradient)
+            del out, gradient
         optimizer.step()
         optimizer.zero_grad()
 
@@ -159,6 +176,27 @@ def test_channels_that_are_gathered_need_what_was_predicted(degrees: str) -> Non
     assert predicted == pytest.approx(real, rel=0.03)
 
 
+@pytest.mark.parametrize("degrees", ["n4", "f4", "c4", "h2 f2"])
+def test_results_and_their_gradients_are_held_by_whoever_asked(degrees: str) -> None:
+    """Without a loss, and whole where channels are cut: within 8 %."""
+    graph = graph_of("features")
+    plan = Plan.uniform(graph, degrees)
+    found, choice = formulate_plan(graph, Setting(MACHINE, 4, "float32", 4, "adam"), plan)
+    real = max(ranks(4, measure, "features", graph, plan))
+    assert peak_bytes(found, choice) == pytest.approx(real, rel=WITHIN)
+
+
+@pytest.mark.parametrize("degrees", ["h4", "h2 c2", "h2 f2"])
+def test_a_plan_that_names_global_pooling_brings_nothing_whole(degrees: str) -> None:
+    """It has no rows left to cut, and pools those of its operand where they lie: within 8 %."""
+    graph = graph_of("norms")
+    plan = Plan.uniform(graph, degrees)
+    assert "9" in plan.layers
+    found, choice = formulate_plan(graph, Setting(MACHINE, 4, "float32", 4, "adam"), plan)
+    real = max(ranks(4, measure, "norms", graph, plan))
+    assert peak_bytes(found, choice) == pytest.approx(real, rel=WITHIN)
+
+
 @pytest.mark.parametrize("degrees", ["n2", "h2"])
 def test_computing_again_needs_what_was_predicted(degrees: str) -> None:
     """All stretches of a network that has sums and concatenations, within 8 %."""
@@ -173,3 +211,16 @@ def test_computing_again_needs_what_was_predicted(degrees: str) -> None:
     assert predicted <= evaluate(found.problem, choice).peak_bytes
     real = max(ranks(2, measure, "unet", graph, plan))
     assert predicted == pytest.approx(real, rel=WITHIN)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", ["unet", "norms"])
+def test_a_plan_needs_no_less_once_all_degrees_are_fixed(name: str, recompute: bool) -> None:
+    """Skips that pooling keeps and a concatenation does not: whose copies stay, each plan says."""
+    graph, setting = graph_of(name), Setting(MACHINE, 4, "float32", 4, "adam")
+    found = formulate(graph, setting, recompute=recompute)
+    draw = random.Random(3)
+    for _ in range(4):
+        choice = tuple(draw.randrange(len(variable)) for variable in found.problem.variables)
+        alone, chosen = formulate_plan(graph, setting, found.plan(choice))
+        assert moments(found, choice).every == pytest.approx(moments(alone, chosen).every)

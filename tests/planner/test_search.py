@@ -19,6 +19,7 @@ from tilewise.errors import PlanError
 from tilewise.layout import Degrees
 from tilewise.planner.baselines import NAMES, seconds_of
 from tilewise.planner.candidates import all_degrees
+from tilewise.planner.explain import Alternative
 from tilewise.planner.machine import load_machine
 from tilewise.planner.places import resolved
 from tilewise.planner.search import Found, parse_bytes
@@ -198,6 +199,29 @@ def test_explanations_price_the_chosen_way_at_the_step(found: Found) -> None:
         assert way.step_seconds <= way.alone_seconds * (1 + 1e-6) or not way.exact
     with pytest.raises(PlanError, match="no layer 'nowhere' to explain"):
         found.explain("nowhere")
+
+
+def test_the_plan_bounds_the_way_it_has(found: Found) -> None:
+    """Not proven best, its way may be cheaper, but no table says that it is."""
+    ways = found.explain("wide", time_limit=20.0)
+    (chosen,) = [way for way in ways if way.chosen]
+    below = 0.9 * found.step_seconds
+
+    def shown(way: Alternative) -> str:
+        console = Console(record=True, width=200, file=StringIO())
+        show_alternatives("wide", [way], found, console)
+        return " ".join(console.export_text().split())
+
+    proven = shown(chosen)
+    assert "+0.0%" in proven
+    assert "≤" not in proven
+    unproven = shown(replace(chosen, step_seconds=below, exact=False))
+    assert "+0.0%" in unproven
+    assert "≤ the plan's own step, which is not proven best" in unproven
+    assert "-10.0%" not in unproven
+    found_less = shown(replace(chosen, step_seconds=below))
+    assert "-10.0%" in found_less
+    assert "a faster one was found while pricing" in found_less
 
 
 @pytest.mark.parametrize("short", [False, True])

@@ -21,6 +21,8 @@ from tilewise.planner.sensitivity import Tried
 KINDS = ("compute", "halo", "exchange", "sync")
 MOST_ALTERNATIVES = 20
 MOST_EXAMPLES = 3
+UNDER = 1 - 1e-6
+"""Which share of the plan's step counts as less."""
 WAITING = (
     "halo: a layer's wait for rows and gathered channels of others, as far as compute does not "
     "hide it; exchange: scattered results, statistics of norms, and moves between layers"
@@ -175,19 +177,26 @@ def show_alternatives(
     shown = fitting[:MOST_ALTERNATIVES]
     shown += [one for one in fitting[MOST_ALTERNATIVES:] if one.chosen]  # bounds may sort before it
     for one in shown:
-        bound = "" if one.exact else "≥ "
+        bound, seconds = "" if one.exact else "≥ ", one.step_seconds
+        if one.chosen and not one.exact:  # the plan itself is known to have it
+            bound, seconds = "≤ ", found.step_seconds
         table.add_row(
             _way(one.degrees, one.recompute) + " *" * one.chosen,
-            bound + milliseconds(one.step_seconds),
-            f"{one.step_seconds / found.step_seconds - 1:+.1%}",
+            bound + milliseconds(seconds),
+            f"{seconds / found.step_seconds - 1:+.1%}",
             *(milliseconds(getattr(one, f"{kind}_s")) for kind in KINDS),
             size(one.held_bytes),
             one.decides,
         )
     console.print(table)
     left = len(fitting) - len(shown)
+    less = [one for one in shown if one.exact and one.step_seconds < found.step_seconds * UNDER]
+    unproven = any(one.chosen and not one.exact for one in shown)
     text = (
-        "* chosen; ≥ a lower bound; compute to sync: of this layer alone, halos before any of them "
+        "* chosen; ≥ a lower bound; "
+        + "≤ the plan's own step, which is not proven best; " * unproven
+        + "less than the plan: a faster one was found while pricing, search longer; " * bool(less)
+        + "compute to sync: of this layer alone, halos before any of them "
         "hides behind compute; held: kept for backward; decides: the largest of its costs"
     )
     explain(text + f"; {left} others not shown, none of them may take less" * (left > 0), console)

@@ -1,4 +1,4 @@
-"""The moves of a chosen plan."""
+"""The moves of a chosen plan, and the copies that stay of them."""
 
 from __future__ import annotations
 
@@ -21,4 +21,22 @@ def chosen_moves(found: Formulation, choice: Sequence[int]) -> dict[str, list[Mo
                 continue
             seen.add(label)
             out.setdefault(reader.node.name, []).append(moves.one(source, label)[0])
+    return out
+
+
+def chosen_copies(found: Formulation, choice: Sequence[int]) -> dict[str, int]:
+    """Return the bytes of moved copies that stay until backward, by the first call to keep them."""
+    out: dict[str, int] = {}
+    for value, readers in found.readers.items():
+        moves = found.moves[value]
+        if not moves.keeps_copies:
+            continue
+        source = int(moves.leaves[choice[found.choices.places[value].owner]])
+        seen = {moves.nothing}
+        for reader, holds in zip(readers, moves.holds, strict=True):
+            label = int(holds[choice[reader.variable]])
+            if label not in seen:
+                seen.add(label)
+                kept = int(moves.one(source, label)[0].held[0, 0])
+                out[reader.node.name] = out.get(reader.node.name, 0) + kept
     return out

@@ -255,7 +255,8 @@ class _Buffers:
     def gathered(self, received: Floats, whole: Floats, part: Floats) -> None:
         """Note the gradient of a result, of which a rank has a part."""
         travels = received > 0
-        self.before = np.maximum(self.before, np.where(travels, 2 * received + whole, 0.0))
+        # a rank sends its part to all others as it lies
+        self.before = np.maximum(self.before, np.where(travels, received + part + whole, 0.0))
         self.came = np.maximum(self.came, np.where(travels, part, 0.0))
 
     def add_to(self, cost: NodeCost, *, backward: bool) -> None:

@@ -37,6 +37,15 @@ from tilewise.planner.places import Place
 from tilewise.planner.price import link_s, traffic_s
 from tilewise.planner.traffic import traffic
 
+LOSSES = {
+    "mse_loss": 1,
+    "smooth_l1_loss": 1,
+    "huber_loss": 1,
+    "binary_cross_entropy_with_logits": 2,
+    "l1_loss": 3,
+}
+"""How many tensors of its prediction's size the backward of a loss holds beside what it keeps."""
+
 SIMPLE = {"batch_norm", "dropout", "to", "type_as", "to_copy"}
 
 
@@ -223,6 +232,8 @@ class _Asked:
             forth_s, back_s = _product_s(node, lowered, setting, moved, grads)
             self.compute_forward, self.compute_backward = forth_s, has * back_s
         self.burst = 0.0 if still else 2.0 * local
+        if node.kind in LOSSES and not node.out.shape:
+            self.burst = LOSSES[node.kind] * _largest(Cover.of(layout)) * setting.size(operand)
         self.beside = keeps(node, grads).beside_bytes * float(_largest(Cover.of(operation.outs[0])))
 
 

@@ -38,12 +38,14 @@ def formulate(
     recompute: bool = False,
     with_calls: bool = False,
     inputs: Mapping[Value, Layout] | None = None,
+    io_channels: bool = False,
 ) -> Formulation:
     """Price all candidates of all layers, and all moves between them.
 
     With `recompute` a layer and those behind it may also be computed again in backward.
     `with_calls` also lists all calls under all their splits, to be measured. `inputs` lie as they
-    are said to, others as the first layer with candidates wants them.
+    are said to, others as the first layer with candidates wants them. With `io_channels` results
+    are handed out as they lie, else with whole channels.
     """
     texts = labels(graph.training)
     sizes = parameter_sizes(graph, setting)
@@ -56,7 +58,7 @@ def formulate(
     some.candidates = [one.twice() if stretch else one for one, stretch in both]
     found = Formulation(graph, setting, some)
     walk = Walk(found, texts, with_calls)
-    walk.run(inputs or {})
+    walk.run(inputs or {}, io_channels=io_channels)
     hold(walk)
     for cost in found.costs.values():
         cost.scale(setting.step)
@@ -69,5 +71,12 @@ def formulate_plan(
 ) -> tuple[Formulation, tuple[int, ...]]:
     """Price one plan as it runs, whatever it leaves unnamed; return its choice too."""
     pins, inputs = decided(graph, plan), input_layouts(graph, plan, setting.devices)
-    found = formulate(graph, setting, pins=pins, recompute=bool(plan.recompute), inputs=inputs)
+    found = formulate(
+        graph,
+        setting,
+        pins=pins,
+        recompute=bool(plan.recompute),
+        inputs=inputs,
+        io_channels=plan.io_channels,
+    )
     return found, found.choice(Plan(pins, recompute=plan.recompute))

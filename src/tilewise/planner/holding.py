@@ -7,13 +7,14 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from tilewise.graph.graph import Value
+from tilewise.graph.graph import Node, Value
 from tilewise.planner.cost import VIEWS
 from tilewise.planner.memory import keeps
 from tilewise.planner.moves import MoveCosts, Tables
 from tilewise.planner.walk import Walk
 
 Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
 
 
 def hold(walk: Walk) -> None:
@@ -37,6 +38,18 @@ def hold(walk: Walk) -> None:
         keepers = always or keepers
         size = place.local * walk.setting.size(value)
         maker = makers.get(value)
+        there = None if maker is None else _viewed(walk, value, maker)
+        if maker is not None and there is not None:
+            # where it is as large, another look at what was handed in; else a copy of that
+            cost = walk.found.costs[maker.name]
+            copied = (there != place.local) & (value in walk.kept or bool(keepers))
+            cost.later_bytes += np.where(copied & (cost.again == 0), size, 0.0)
+            if value in walk.outside:
+                cost.left_bytes += cost.again * size
+            else:
+                gone[value] = cost.again > 0
+            walk.kept.add(value)
+            continue
         if value.origin == "input" or value in walk.kept or len(keepers) > 1:
             if maker is None:
                 walk.found.costs[_charged(walk, value, first)].given_bytes += size
@@ -73,6 +86,14 @@ def hold(walk: Walk) -> None:
         walk.found.moves[value] = MoveCosts.shared(
             value, place, readers, walk.setting, value in walk.grads, kept, again, tables
         )
+
+
+def _viewed(walk: Walk, value: Value, maker: Node) -> Floats | None:
+    """Return the elements that were handed in of an input that a tensor is a view of, if any."""
+    operands = [one for one in maker.values() if not one.held]
+    if maker.kind not in VIEWS or len(operands) != len(maker.outs):
+        return None
+    return walk.given.get(operands[maker.outs.index(value)])
 
 
 def _hold_results(walk: Walk) -> None:

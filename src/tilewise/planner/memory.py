@@ -21,6 +21,9 @@ OPERAND = {
     "layer_norm", "linear", "mul", "div", "matmul", "bmm", "mm", "addmm", "mse_loss", "l1_loss",
     "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits",
 }  # fmt: skip
+FOLLOWED = {"l1_loss"}
+"""Calls that keep one tensor of their operands' size, such as the difference of two."""
+
 RESULT = {"relu", "sigmoid", "tanh", "softmax", "log_softmax", "exp", "sqrt", "rsqrt"}
 
 

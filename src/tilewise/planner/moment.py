@@ -20,7 +20,7 @@ from tilewise.planner.formulation import Formulation
 from tilewise.planner.moves import MoveCosts
 from tilewise.planner.solve import Moves, Problem, Transfer
 from tilewise.planner.solve.known import know, known
-from tilewise.planner.solve.problem import Ints, MoveCost
+from tilewise.planner.solve.problem import Ints
 from tilewise.planner.timeline import PHASES, Moment
 
 
@@ -33,6 +33,7 @@ class Sums:
         self._owners = [found.choices.owner[name] for name in self._names]
         place = {name: index for index, name in enumerate(self._names)}
         self._passed: dict[tuple[int, str], Transfer] = {}
+        self._kept: dict[int, Transfer] = {}
         self._readers = [
             np.array([place[reader.node.name] for reader in readers])
             for readers in found.readers.values()
@@ -57,13 +58,46 @@ class Sums:
         transfers: list[Transfer] = []
         moves = self.found.moves.values()
         for transfer, readers, cost in zip(problem.transfers, self._readers, moves, strict=True):
-            transfers += _copies(transfer, readers, some, cost.keeps_copies)
+            transfers += self._copies(transfer, readers, some, cost)
             transfers += self._passing(transfer, readers, some, cost)
         return replace(problem, variables=tuple(variables), transfers=tuple(transfers))
 
     @cached_property
     def _known(self) -> Problem:
         return know(self.found.problem)
+
+    def _copies(
+        self, transfer: Transfer, readers: Ints, some: Sequence[Moment], moves: MoveCosts
+    ) -> Iterator[Transfer]:
+        """Yield a tensor's moves, and with them or apart the copies that are there at moments.
+
+        At a moment there are the copies that readers up to then keep. Where these are some of all
+        that move, a further transfer that takes no time has their bytes.
+        """
+        by_readers: dict[tuple[int, ...], list[int]] = {}
+        holding = np.array([(holds != moves.nothing).any() for holds in moves.holds])
+        for k, moment in enumerate(some):
+            there = holding & (readers <= moment.call)
+            if there.any() and moment.phase != "optimizer":
+                by_readers.setdefault(tuple(np.flatnonzero(there).tolist()), []).append(k)
+        alike = all(np.array_equal(*both) for both in zip(moves.wants, moves.holds, strict=True))
+        every = by_readers.pop(tuple(range(len(readers))), []) if alike else []
+        yield replace(transfer, counts=_counts(every, some))
+        for few, at in by_readers.items():
+            kept = self._all_copies(transfer, moves)
+            consumers = tuple(kept.consumers[k] for k in few)
+            yield replace(kept, consumers=consumers, counts=_counts(at, some))
+
+    def _all_copies(self, transfer: Transfer, moves: MoveCosts) -> Transfer:
+        """Return a transfer that takes no time, with the copies that all readers keep."""
+        if id(moves) not in self._kept:
+            consumers = tuple(
+                replace(consumer, wants=holds)
+                for consumer, holds in zip(transfer.consumers, moves.holds, strict=True)
+            )
+            cost = partial(_only_kept, moves)
+            self._kept[id(moves)] = known(replace(transfer, consumers=consumers, cost=cost))
+        return self._kept[id(moves)]
 
     def _passing(
         self, transfer: Transfer, readers: Ints, some: Sequence[Moment], moves: MoveCosts
@@ -173,24 +207,8 @@ def _backward(cost: NodeCost, index: int, now: int, run: range = range(0)) -> Fl
     return np.where(cost.again * (index in run) > 0, inner, kept)
 
 
-def _copies(
-    transfer: Transfer, readers: Ints, some: Sequence[Moment], keeps: bool
-) -> Iterator[Transfer]:
-    """Yield a tensor's moves, with the moments at which all their copies are there.
-
-    At a moment there are the copies that readers up to then have wanted. Where these are some of
-    all, a further transfer that takes no time has their bytes.
-    """
-    by_readers: dict[tuple[int, ...], list[int]] = {}
-    for k, moment in enumerate(some):
-        there = readers <= moment.call if moment.phase != "optimizer" else readers < 0
-        if keeps and there.any():
-            by_readers.setdefault(tuple(np.flatnonzero(there).tolist()), []).append(k)
-    for few in {tuple(range(len(readers))): [], **by_readers}:
-        counts = tuple(int(k in by_readers.get(few, ())) for k in range(len(some)))
-        consumers = tuple(transfer.consumers[k] for k in few)
-        cost = transfer.cost if len(few) == len(readers) else partial(_only_held, transfer.cost)
-        yield replace(transfer, consumers=consumers, cost=cost, counts=counts)
+def _counts(at: Sequence[int], some: Sequence[Moment]) -> tuple[int, ...]:
+    return tuple(int(k in at) for k in range(len(some)))
 
 
 def _only_passing(moves: MoveCosts, backward: bool, source: Ints, target: Ints) -> Moves:
@@ -198,6 +216,6 @@ def _only_passing(moves: MoveCosts, backward: bool, source: Ints, target: Ints) 
     return Moves(np.zeros(held.shape), np.zeros(held.shape), held)
 
 
-def _only_held(cost: MoveCost, source: Ints, target: Ints) -> Moves:
-    held = cost(source, target).held
+def _only_kept(moves: MoveCosts, source: Ints, target: Ints) -> Moves:
+    held = moves.copies_kept(source, target)
     return Moves(np.zeros(held.shape), np.zeros(held.shape), held)

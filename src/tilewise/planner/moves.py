@@ -79,6 +79,9 @@ class MoveCosts:
     it was made, and a target's beyond its rows, that the reader is computed again, and so is the
     move. Then the tensor itself is kept until backward, and `shared_bytes` of a moved copy
     that several read: one of them makes it, the others keep what they read.
+
+    `wants` are the labels that each reader's candidates want, `holds` those of which a copy stays
+    for them: readers that keep nothing share moves with others, but no copy stays for their sake.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class MoveCosts:
         self.itemsize = setting.size(value) * scale
         self.held = np.zeros(len(targets)) if held is None else held
         self.wants: list[Ints] = []
+        self.holds: list[Ints] = []
         self.leaves: Ints = np.zeros(0, np.int64)
         self.copies = False
         self.shared_bytes = np.zeros(len(targets))
@@ -145,14 +149,27 @@ class MoveCosts:
             joins = labels_[reader.joins & ~several[labels_]]
             found.joined_bytes[joins] = local[joins]
         found.wants = [one + len(targets) * flag for one, flag in zip(wants, again, strict=True)]
+        found.holds = [
+            np.where(flag | (copies & reader.keeps & ~reader.halo), one, found.nothing)
+            for reader, one, flag in zip(readers, found.wants, again, strict=True)
+        ]
         found.leaves = place.where + len(place.layouts) * (copies & ~kept)
         return found
+
+    @property
+    def nothing(self) -> int:
+        """The label among `holds` of candidates for which no copy stays."""
+        return 2 * len(self.targets)
 
     @cached_property
     def keeps_copies(self) -> bool:
         """Whether any move leaves bytes that are kept."""
-        again = any((wants >= len(self.targets)).any() for wants in self.wants)
-        return bool(self.held.any()) or again
+        return any((holds != self.nothing).any() for holds in self.holds)
+
+    def copies_kept(self, sources: Ints, holds: Ints) -> Ints:
+        """Return the bytes that stay of copies, by labels among `leaves` and `holds`."""
+        held = self(sources, holds % self.nothing).held
+        return np.where(holds == self.nothing, 0, held)
 
     def __call__(self, sources: Ints, targets: Ints) -> Moves:
         """Return tables of shape (sources, targets)."""

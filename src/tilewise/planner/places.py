@@ -133,9 +133,13 @@ def _decided(graph: Graph, plan: Plan) -> tuple[dict[str, Degrees], dict[str, De
         before, operand = followed(node, made_by), largest(node, lies)
         like = Degrees() if operand is None else lies[operand]
         like = before if weighted(node) else like
+        usable = Degrees(**{k: v for k, v in like.items() if k in layer.extents})
+        if node.kind.startswith(ADAPTIVE):
+            # dims of which one place is left are pooled where they lie
+            left = Degrees(**{k: v for k, v in like.items() if layer.extents.get(k, 1) > 1})
+            like = left if degrees == left else like
         if chooses(node, layer):
-            usable = {k: v for k, v in like.items() if k in layer.extents}
-            found[node.name] = Degrees(**usable) if degrees is None else degrees
+            found[node.name] = usable if degrees is None else degrees
         elif degrees is not None and degrees != like:
             found[node.name] = degrees
         every[node.name] = found.get(node.name, like)

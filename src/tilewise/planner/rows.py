@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tilewise.planner.chosen import chosen_moves
+from tilewise.planner.chosen import chosen_copies, chosen_moves
 from tilewise.planner.cost import NodeCost, bare
 from tilewise.planner.formulation import Formulation
 from tilewise.planner.payload import Payload
@@ -50,6 +50,7 @@ def rows(found: Formulation, choice: Sequence[int], payload: Payload) -> tuple[R
     moves = chosen_moves(found, choice)
     overlap = found.setting.machine.overlap_halo
     sent = _sent(found, payload)
+    copies = chosen_copies(found, choice)
     passing = dict(zip(found.called, _passing(found, choice), strict=True))
     out = []
     for node in found.choices.program.nodes:
@@ -74,7 +75,7 @@ def rows(found: Formulation, choice: Sequence[int], payload: Payload) -> tuple[R
                 float(cost.sync[0]),
                 sent.get(node.name, 0),
                 bool(cost.again[0]),
-                _held(found, cost, moves.get(node.name, ())) | {PASSING: passing[node.name]},
+                _held(found, cost, copies.get(node.name, 0)) | {PASSING: passing[node.name]},
             )
         )
     return tuple(out)
@@ -86,10 +87,9 @@ def together(some: Iterable[Row]) -> dict[str, int]:
     return {kind: (max if kind == PASSING else sum)([one[kind] for one in held]) for kind in KINDS}
 
 
-def _held(found: Formulation, cost: NodeCost, moves: Sequence[Moves]) -> dict[str, int]:
+def _held(found: Formulation, cost: NodeCost, copies: int) -> dict[str, int]:
     """Return what stays of a layer until backward or longer, moved copies of operands included."""
     block, trained = round(float(cost.block_bytes[0])), round(float(cost.trained_bytes[0]))
-    copies = sum(int(move.held[0, 0]) for move in moves)
     kept = round(float(cost.held_bytes[0])) + copies
     return dict(zip(KINDS, (block, trained, trained * found.setting.states, kept)))
 

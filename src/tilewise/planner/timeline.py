@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilewise.graph.sync import ALONE_BYTES, BUCKET_BYTES
-from tilewise.planner.chosen import chosen_moves
+from tilewise.planner.chosen import chosen_copies
 from tilewise.planner.formulation import Formulation
 
 PHASES = ("forward", "backward", "optimizer")
@@ -133,10 +133,7 @@ def by_kind(found: Formulation, choice: Sequence[int]) -> NDArray[np.float64]:
 
 def _columns(found: Formulation, choice: Sequence[int]) -> NDArray[np.float64]:
     """Return the bytes of every call: one row for each thing that they are of."""
-    copies = {
-        name: sum(int(cost.held[0, 0]) for cost in costs)
-        for name, costs in chosen_moves(found, choice).items()
-    }
+    copies = chosen_copies(found, choice)
     columns = np.zeros((12, len(found.called)))
     for index, name in enumerate(found.called):
         cost, k = found.costs[name], choice[found.choices.owner[name]]

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from tilewise.graph.graph import Node, Value
 from tilewise.layout import Degrees, Layout
 from tilewise.planner.calls import described, key_of, list_calls, use_measured
-from tilewise.planner.cost import NodeCost, blocks_of, node_cost
+from tilewise.planner.cost import VIEWS, NodeCost, blocks_of, node_cost
 from tilewise.planner.follow import follow, follow_simple, simple
 from tilewise.planner.forms import Form, Known
 from tilewise.planner.formulation import Formulation
 from tilewise.planner.layouts import Layouts
-from tilewise.planner.memory import keeps
+from tilewise.planner.memory import FOLLOWED, keeps
 from tilewise.planner.moves import MoveCosts, Reader
 from tilewise.planner.payload import differentiable
 from tilewise.planner.places import (
@@ -28,9 +28,10 @@ from tilewise.planner.places import (
     letter_roles,
     place_of,
 )
-from tilewise.planner.spans import spans
+from tilewise.planner.spans import Span, spans
 
 Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
@@ -45,9 +46,10 @@ class Walk:
         self.known = Known()
         self.kept: set[Value] = set()
         self.outside: set[Value] = set()
-        self.given: set[Value] = set()
+        self.given: dict[Value, Floats] = {}
 
-    def run(self, inputs: Mapping[Value, Layout]) -> None:
+    def run(self, inputs: Mapping[Value, Layout], *, io_channels: bool = False) -> None:
+        """Price all calls; `inputs` lie as they are said to, `io_channels` is the plan's."""
         program = self.choices.program
         for value in program.inputs:
             owner = first_reader(value, program, self.choices.variable)
@@ -67,9 +69,9 @@ class Walk:
             else:
                 self._follow(node)
         self.found.parameters.charge(self.found.costs, self.setting)
-        self._outputs()
         found = self.found
         found.spans = spans(self.choices, self.setting, found.called, self.grads)
+        self._outputs(whole=not io_channels)
 
     def _decide(self, node: Node) -> None:
         """Price a call with candidates of its own."""
@@ -175,9 +177,13 @@ class Walk:
         channels = [t.index("c") for t in texts if len(t) == len(value.shape) and "c" in t]
         parts = wants.parts.copy()
         parts[:, channels if node.kind != "broadcast_tensors" else slice(None)] = 1
-        size = replace(wants, parts=parts).local() * self.setting.size(value)
-        self.found.costs[node.name].given_bytes += size
-        self.given.add(value)
+        self.given[value] = replace(wants, parts=parts).local()
+        size = self.given[value] * self.setting.size(value)
+        cost = self.found.costs[node.name]
+        cost.given_bytes += size
+        if keeps(node, self.grads).operands and node.kind not in FOLLOWED:
+            copied = wants.local() < self.given[value]  # its part of the channels
+            cost.saved_bytes += np.where(copied, wants.local() * self.setting.size(value), 0.0)
 
     def _note_results(self, node: Node) -> None:
         if keeps(node, self.grads).results:
@@ -204,6 +210,7 @@ class Walk:
         """
         place = self.places[value]
         stays = keeps(node, self.grads, split=bool(halo.all())).operands
+        stays &= node.kind not in FOLLOWED  # the operand that it follows stands for it
         if place.owner != variable:
             reader = Reader(node, variable, wants, stays, halo, *rim)
             self.found.readers.setdefault(value, []).append(reader)
@@ -219,13 +226,16 @@ class Walk:
         cost.exchange_forward += moves.forward
         cost.exchange_backward += moves.backward
 
-    def _outputs(self) -> None:
-        """Charge the network's results, which are handed out with whole channels."""
+    def _outputs(self, *, whole: bool) -> None:
+        """Charge the network's results, which are handed out with whole channels or as they lie."""
         for value in self.choices.program.output_values:
             place = self.places.get(value)
             text = self.named.get(value, "")
             maker = self.choices.program.producers().get(value)
-            if place is None or maker is None or "c" not in text:
+            if place is None or maker is None:
+                continue
+            if not whole or "c" not in text:
+                self._handed_out(value, maker, place, place.local)
                 continue
             roles = letter_roles(text) | {"c": -1, "f": -1}
             table = self.choices.candidates[place.owner].table
@@ -235,3 +245,20 @@ class Walk:
             moves = costs.pairs(place.where, where)
             self.found.costs[maker.name].exchange_forward += moves.forward
             self.found.costs[maker.name].exchange_backward += moves.backward
+            self._handed_out(value, maker, place, target.local())
+
+    def _handed_out(self, value: Value, maker: Node, place: Place, local: Floats) -> None:
+        """Charge a result and its gradient: whoever has them holds both until backward is done."""
+        if value not in self.grads:
+            return
+        called, size = self.found.called, local * self.setting.size(value)
+        at, still = called.index(maker.name), local == place.local
+        # as it lies its maker has it while it keeps it, and the gradient in its own backward
+        result = np.where(still & (value in self.kept), 0.0, size)
+        gradient = np.where(still & (maker.kind not in VIEWS), 0.0, size)
+        for first, last, there in (
+            (-1, at, 2 * size),
+            (at - 1, at + 1, result + gradient),
+            (at, len(called), result + size),
+        ):
+            self.found.spans.append(Span(place.owner, first, last, there))
