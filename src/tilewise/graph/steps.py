@@ -8,7 +8,6 @@ starts at once and ends in that turn, so that it travels behind whatever runs in
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +21,7 @@ from tilewise.graph.held import Held, at_rest
 from tilewise.graph.lower import Planned
 from tilewise.graph.rule import Lowered
 from tilewise.graph.shares import Use
+from tilewise.graph.unshared import Overwriting, fresh_gradients, overwrites, unshared
 from tilewise.layout import Axes, Cover, Layout, Move
 from tilewise.ops.conv_run import ConvRun
 from tilewise.ops.operation import Bound, Need
@@ -104,6 +104,7 @@ class Steps:
             self._slot(value)
         sharing = shared_needs(planned)
         kept = _kept(planned, plan)
+        self.unshared = unshared(program.nodes, program.output_values)
         for node, lowered in zip(program.nodes, planned.lowered):
             self._add(node, lowered, sharing, plan.recomputes(node.name), kept)
         self.fresh = fresh_gradients(program.nodes)
@@ -144,6 +145,8 @@ class Steps:
         bound = lowered.operation.bind(self.mesh, sources, layer=node.name)
         if lowered.in_place is not None and not again and self._may_write(node, bound, kept):
             bound.local = lowered.in_place
+        if overwrites(node, self.unshared):
+            bound.local = Overwriting(node, bound.local)
         outputs = [self._slot(out) for out in node.outs]
         self.steps.append(
             Step(bound, node.name, inputs, outputs, node.no_grad, again, tuple(written))
@@ -278,23 +281,6 @@ class Steps:
                     run.fused.patient = soon.get(slots[0], False)
                 here = bool(run.inner) or (run.fused is None and any(map(soon.get, slots)))
             soon.update(dict.fromkeys(step.outputs, here))
-
-
-def fresh_gradients(nodes: Iterable[Node]) -> set[str]:
-    """Name the parameters that one convolution or linear layer reads, and nothing else.
-
-    Their gradients are new tensors, and nobody else holds them.
-    """
-    readers: dict[str, list[Node]] = {}
-    for node in nodes:
-        for value in node.values():
-            if value.origin == "parameter":
-                readers.setdefault(str(value.source), []).append(node)
-    return {
-        name
-        for name, (first, *others) in readers.items()
-        if not others and (first.kind.startswith("conv") or first.kind == "linear")
-    }
 
 
 def moves(source: Layout, target: Cover) -> bool:

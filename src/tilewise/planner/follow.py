@@ -74,9 +74,18 @@ def simple(node: Node, operand: Value) -> bool:
 
 
 def follow_simple(
-    node: Node, place: Place, table: Ints, setting: Setting, *, grads: set[Value]
+    node: Node,
+    place: Place,
+    table: Ints,
+    setting: Setting,
+    *,
+    grads: set[Value],
+    over: bool = False,
 ) -> Followed:
-    """Price an element-wise call or a batch norm where its operand lies."""
+    """Price an element-wise call or a batch norm where its operand lies.
+
+    `over`: its backward is written over the gradient that it gets.
+    """
     cost = NodeCost.zero(len(table))
     local = place.local
     size = local * setting.size(node.out)
@@ -85,7 +94,7 @@ def follow_simple(
         cost.compute_forward += memory_s(setting.machine, forward * size)
         if node.out in grads:
             cost.compute_backward += memory_s(setting.machine, backward * size)
-            cost.burst_bytes += 2 * size
+            cost.burst_bytes += (1 if over else 2) * size
         else:
             cost.workspace_bytes += 2 * size
     cost.saved_bytes += local * keeps(node, grads).beside_bytes

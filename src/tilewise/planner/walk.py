@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilewise.graph.graph import Node, Value
+from tilewise.graph.unshared import overwrites, unshared
 from tilewise.layout import Degrees, Layout
 from tilewise.planner.calls import described, key_of, list_calls, use_measured
 from tilewise.planner.cost import VIEWS, NodeCost, blocks_of, node_cost
@@ -43,6 +44,8 @@ class Walk:
         self.setting, self.choices = found.setting, found.choices
         self.places = self.choices.places
         self.grads = differentiable(self.choices.program)
+        program = self.choices.program
+        self.unshared = unshared(program.nodes, program.output_values)
         self.known = Known()
         self.kept: set[Value] = set()
         self.outside: set[Value] = set()
@@ -121,7 +124,8 @@ class Walk:
             place = place_of(operand, pinned, some, text, self.setting.devices)
         table = self.choices.candidates[place.owner].table
         if simple(node, operand):
-            found = follow_simple(node, place, table, self.setting, grads=self.grads)
+            over = overwrites(node, self.unshared)
+            found = follow_simple(node, place, table, self.setting, grads=self.grads, over=over)
         else:
             found = follow(node, operand, place, self.named, table, self.setting, grads=self.grads)
         self.choices.owner[node.name] = place.owner

@@ -1,0 +1,72 @@
+"""Which gradients are written over, and that only those are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tilewise.graph import capture
+from tilewise.graph.unshared import Overwriting, fresh_gradients, overwrites, unshared
+
+
+class Net(nn.Module):
+    def __init__(self, slope: float = 0.1) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 2, 3, padding=1)
+        self.second = nn.Conv2d(2, 2, 3, padding=1)
+        self.twice = nn.Conv2d(2, 2, 3, padding=1)
+        self.slope = slope
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        alone = F.leaky_relu(self.first(x), self.slope)
+        shared = F.relu(self.second(alone))
+        summed = F.relu(shared + x)
+        returned = F.relu(self.twice(shared))
+        return self.twice(summed).mean(), returned
+
+
+def test_only_gradients_that_nobody_else_holds() -> None:
+    """One is read twice, one by a sum, one is handed out."""
+    program = capture(Net(), (torch.randn(2, 2, 5, 5),)).training
+    free = unshared(program.nodes, program.output_values)
+    kinds = {node.out: node.kind for node in program.nodes}
+    assert sorted(kinds[value] for value in free) == ["leaky_relu", "relu"]
+    over = [node for node in program.nodes if overwrites(node, free)]
+    assert [node.kind for node in over] == ["leaky_relu", "relu"]
+    reader = next(node for node in program.nodes if over[1].out in node.values())
+    assert reader.name == "twice"
+    assert fresh_gradients(program.nodes) == {
+        "first.weight", "first.bias", "second.weight", "second.bias",
+    }  # fmt: skip
+
+
+def test_a_slope_that_turns_values_round_is_left_alone() -> None:
+    program = capture(Net(slope=-0.5), (torch.randn(2, 2, 5, 5),)).training
+    free = unshared(program.nodes, program.output_values)
+    assert "leaky_relu" not in {node.kind for node in program.nodes if overwrites(node, free)}
+
+
+@pytest.mark.parametrize("kind", ["relu", "leaky_relu"])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("view", [False, True])
+def test_the_gradient_is_torchs_and_lies_where_it_came(
+    kind: str, in_place: bool, view: bool
+) -> None:
+    program = capture(Net(), (torch.randn(2, 2, 5, 5),)).training
+    node = next(node for node in program.nodes if node.kind == kind)
+    plain = F.relu if kind == "relu" else lambda x: F.leaky_relu(x, 0.1)
+    written = torch.relu_ if kind == "relu" else lambda x: F.leaky_relu_(x, 0.1)
+    call = Overwriting(node, lambda inner, x: (written if in_place else plain)(x))
+    leaf = torch.randn(3, 4, requires_grad=True)
+    x = leaf * 2
+    y = call([], x.view(4, 3) if view else x).view(3, 4)
+    expected = plain(leaf * 2)
+    assert torch.equal(y, expected)
+    dy = torch.randn(3, 4)
+    (wanted,) = torch.autograd.grad(expected, leaf, dy)
+    given = dy.clone()
+    (found,) = torch.autograd.grad(y, leaf, given)
+    assert torch.equal(found, wanted)
+    assert torch.equal(given, dy) == view  # written over, but not where torch forbids it
