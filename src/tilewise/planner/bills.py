@@ -174,41 +174,32 @@ class Between:
 class _Way:
     """Moves in one direction: few cuts of a dim differ, the rest is products.
 
-    For each dim, `_dims` has the cut of each source and target, and tables by these: what a rank
-    has of what it needs, what its node is sure to have, from how many blocks all of it comes, and
-    from how many in its node.
+    Dims are taken two by two. For each pair, `_pairs` has the cut of each source and target, and
+    tables by these: what a rank has of what it needs, what its node is sure to have, from how many
+    blocks all of it comes, and from how many in its node.
     """
 
     def __init__(self, source: Layouts, target: Layouts, node: int) -> None:
         self.wanted = target.local()
-        self._dims: list[tuple[Ints, Ints, Floats]] = []
         outside = _outside(source, node)
-        for dim, extent in enumerate(source.shape):
-            mine = (source.parts[:, dim], source.outer[:, dim], outside[:, dim])
-            some, here = _distinct(tuple(column[:, None] for column in mine))
-            theirs = (target.parts[:, dim], target.outer[:, dim])
-            others, there = _distinct(tuple(column[:, None] for column in theirs))
-            parts, place, coarse = (column[:, None] for column in some.T)
-            wants, elsewhere = others[None, :, 0], place != others[None, :, 1]
-            tables = (
-                _kept(parts, wants, elsewhere, extent),
-                _kept(coarse, wants, elsewhere, extent),
-                np.maximum(parts // wants, 1),
-                np.maximum(parts // np.maximum(coarse, wants), 1),
-            )
-            self._dims.append((here, there, np.array(tables, np.float64)))
+        dims = range(len(source.shape))
+        one = [_along(source, target, outside, dim) for dim in dims]
+        both = zip(one[::2], one[1::2])
+        self._pairs = [_both(*pair) for pair in both] + one[len(one) // 2 * 2 :]
 
     def bill(self, rows: Ints, columns: Ints, paired: bool) -> Bill:
         wanted = _columns(self.wanted[columns], paired)
-        found = np.ones((4, len(rows), 1 if paired else len(columns)))
-        for here, there, tables in self._dims:
+        found: Floats | None = None
+        for here, there, tables in self._pairs:
             if paired:
                 factor = tables[:, here[rows], there[columns]][:, :, None]
             elif len(rows) < len(columns):
                 factor = tables.take(here[rows], 1).take(there[columns], 2)
             else:
                 factor = tables.take(there[columns], 2).take(here[rows], 1)
-            found *= factor
+            found = factor if found is None else np.multiply(found, factor, out=found)
+        if found is None:
+            found = np.ones((4, len(rows), 1 if paired else len(columns)))
         own, held, blocks, near_blocks = found
         own_blocks = own > 0
         near_blocks = np.minimum(near_blocks * (held > 0), blocks)
@@ -222,6 +213,38 @@ class _Way:
             one,
             one,
         )
+
+
+_Cuts = tuple[Ints, Ints, Floats]
+"""Which cut each source and each target has, and tables by these."""
+
+
+def _along(source: Layouts, target: Layouts, outside: Ints, dim: int) -> _Cuts:
+    """Compare the cuts of one dim."""
+    extent = source.shape[dim]
+    mine = (source.parts[:, dim], source.outer[:, dim], outside[:, dim])
+    some, here = _distinct(tuple(column[:, None] for column in mine))
+    theirs = (target.parts[:, dim], target.outer[:, dim])
+    others, there = _distinct(tuple(column[:, None] for column in theirs))
+    parts, place, coarse = (column[:, None] for column in some.T)
+    wants, elsewhere = others[None, :, 0], place != others[None, :, 1]
+    tables = (
+        _kept(parts, wants, elsewhere, extent),
+        _kept(coarse, wants, elsewhere, extent),
+        np.maximum(parts // wants, 1),
+        np.maximum(parts // np.maximum(coarse, wants), 1),
+    )
+    return here, there, np.array(tables, np.float64)
+
+
+def _both(first: _Cuts, second: _Cuts) -> _Cuts:
+    """Compare the cuts of two dims at once, of which few differ too."""
+    rows, here = _distinct((first[0][:, None], second[0][:, None]))
+    columns, there = _distinct((first[1][:, None], second[1][:, None]))
+    tables = [
+        one[2].take(rows[:, k], 1).take(columns[:, k], 2) for k, one in enumerate((first, second))
+    ]
+    return here, there, tables[0] * tables[1]
 
 
 def _columns(values: NDArray[Any], paired: bool) -> NDArray[Any]:

@@ -245,17 +245,18 @@ class Form:
         alone = lower_alone(node, labels, Degrees())
         self.operands: Sequence[Value] = alone.operands
         self.fused = alone.operation.fused
-        text = outline(node, labels, devices)
-        beside = outline(node, labels, devices, cut=False)
-        self._texts = {group: text if group == "cf" else beside for group in GROUPS}
-        self._known = known.answers
-        key = (text, table.tobytes())
+        self._known, self._texts = known.answers, {0: outline(node, labels, 1, cut=False)}
+        key = (outline(node, labels, devices), table.tobytes())
         if key not in known.columns:
             known.columns[key] = Columns(table, devices, self._ask)
         self.columns = known.columns[key]
 
     def _ask(self, group: str, degrees: Degrees) -> Answer:
-        known = self._known.setdefault(self._texts[group], {})
+        # channels are in as many parts as the product says, or not cut
+        parts = degrees.product if group == "cf" else 0
+        if parts not in self._texts:
+            self._texts[parts] = outline(self.node, self.labels, parts)
+        known = self._known.setdefault(self._texts[parts], {})
         if degrees not in known:
             known[degrees] = self._answer(degrees)
         return known[degrees]
@@ -329,10 +330,10 @@ def signature(node: Node, labels: Mapping[Value, str]) -> str:
     return f"{node.kind} {args} {[described(out) for out in node.outs]}"
 
 
-def outline(node: Node, labels: Mapping[Value, str], devices: int, *, cut: bool = True) -> str:
+def outline(node: Node, labels: Mapping[Value, str], parts: int, *, cut: bool = True) -> str:
     """Return a text that is the same for calls whose rules give the same shares.
 
-    All degrees divide the devices. Channels that these divide are cut into equal parts, of which
+    All degrees divide `parts`. Channels that these divide are cut into equal parts, of which
     a convolution or pooling takes the same share however many they are. Channels that are not cut
     are not told apart.
     """
@@ -343,7 +344,7 @@ def outline(node: Node, labels: Mapping[Value, str], devices: int, *, cut: bool 
     def channels(extent: int) -> str | int:
         if not cut:
             return "any"
-        return extent if extent % devices else "even"
+        return extent if extent % parts else "even"
 
     def described(value: Value) -> str:
         # a weight's channels and filters come first
