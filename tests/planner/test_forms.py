@@ -17,13 +17,15 @@ from tilewise.graph.graph import Node, Value
 from tilewise.graph.held import at_rest
 from tilewise.graph.labels import labels
 from tilewise.graph.rule import REGISTRY, Lowered, Site
-from tilewise.layout import PARTIAL, REPLICA, Cover, Degrees, Layout, Move
+from tilewise.layout import PARTIAL, REPLICA, Block, Cover, Degrees, Layout, Move
+from tilewise.layout.cover import balanced
 from tilewise.ops.draws import Draws
 from tilewise.plan import Layer
 from tilewise.planner.bills import Between
 from tilewise.planner.candidates import all_degrees, candidates
 from tilewise.planner.forms import GROUPS, Form, Known
 from tilewise.planner.layouts import Layouts, distinct_rows, smallest
+from tilewise.planner.overlaps import Overlaps, overlap_matrix
 from tilewise.planner.places import chooses, letter_roles
 from tilewise.planner.traffic import Traffic, traffic
 
@@ -221,3 +223,34 @@ def test_rows_are_told_apart_whatever_their_numbers() -> None:
         assert (found[0] == first).all()
         assert (found[1] == where.reshape(-1)).all()
     assert not len(distinct_rows(np.zeros((0, 3), np.int64))[0])
+
+
+def test_overlaps_are_those_of_all_pairs_of_blocks() -> None:
+    rng = np.random.default_rng(0)
+
+    def blocks() -> tuple[Block, ...]:
+        """Cut a dim of 24 in some way: with gaps, halos, scattered or empty blocks."""
+        cuts = [sorted(rng.choice(25, 2 * int(rng.integers(0, 4)), replace=False)) for _ in "12345"]
+        parts = int(rng.integers(1, 30))
+        return (
+            balanced(24, parts)
+            if rng.random() < 0.3
+            else tuple(
+                Block.union([(int(a), int(b)) for a, b in zip(cut[::2], cut[1::2], strict=True)])
+                for cut in cuts
+            )
+        )
+
+    for _ in range(100):
+        source, target = blocks(), blocks()
+        held = [{p for x in one.pieces for p in range(x.start, x.stop)} for one in source]
+        wanted = [{p for x in one.pieces for p in range(x.start, x.stop)} for one in target]
+        table = np.array([[len(one & other) for other in wanted] for one in held])
+        assert (overlap_matrix(source, target) == table).all()
+        found = Overlaps(source, target)
+        s, t = (one.reshape(-1) for one in np.indices(table.shape))
+        assert (found.of(s, t) == table[s, t]).all()
+        assert (found.by_source == table.sum(1)).all()
+        assert (found.by_target == table.sum(0)).all()
+        assert (found.source_counts == (table > 0).sum(1)).all()
+        assert (found.target_counts == (table > 0).sum(0)).all()

@@ -28,8 +28,9 @@ from tilewise.layout import PARTIAL, REPLICA, Cover, Degrees, Layout
 from tilewise.ops.draws import Draws
 from tilewise.planner.candidates import LETTERS
 from tilewise.planner.layouts import distinct_rows
+from tilewise.planner.overlaps import Overlaps
 from tilewise.planner.reach import Reach, reach
-from tilewise.planner.traffic import coords, overlap_matrix
+from tilewise.planner.traffic import coords
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -69,14 +70,14 @@ def lanes(source: Cover, target: Cover) -> tuple[Lane, Lane]:
     forth, back = np.full(len(ranks), _partial(source)), np.full(len(ranks), _partial(target))
     forth_parts, back_parts = forth.copy(), back.copy()
     for dim in range(len(source.shape)):
-        overlaps = overlap_matrix(source.blocks[dim], target.blocks[dim])
+        overlaps = Overlaps(source.blocks[dim], target.blocks[dim])
         s, t = here[:, dim], there[:, dim]
-        own *= overlaps[s, t]
-        forth *= overlaps.sum(0)[t]
-        back *= overlaps.sum(1)[s]
-        if overlaps.size > 1:
-            forth_parts *= (overlaps > 0).sum(0)[t]
-            back_parts *= (overlaps > 0).sum(1)[s]
+        own *= overlaps.of(s, t)
+        forth *= overlaps.by_target[t]
+        back *= overlaps.by_source[s]
+        if len(source.blocks[dim]) * len(target.blocks[dim]) > 1:
+            forth_parts *= overlaps.target_counts[t]
+            back_parts *= overlaps.source_counts[s]
     return _lane(forth, own, forth_parts, whole), _lane(back, own, back_parts, whole)
 
 
