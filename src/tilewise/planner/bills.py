@@ -108,16 +108,20 @@ class Between:
         after = _columns(self._after[columns], paired)
         close = np.minimum(partial, np.maximum(self.node // after, 1))
         near = np.minimum(spread, (close - 1) * mine + bill.near)
-        elsewhere = ~sums
-        return Bill(
-            elsewhere * near,
-            elsewhere * np.maximum(spread - near, 0.0),
-            elsewhere * (bill.near_messages + (close - 1)),
-            elsewhere * (bill.far_messages + (partial - close)),
-            sums * mine,
+        found = Bill(
+            near,
+            np.maximum(spread - near, 0.0),
+            bill.near_messages + (close - 1),
+            bill.far_messages + (partial - close),
+            np.zeros(near.shape),
             partial.astype(np.float64),
             (partial * after).astype(np.float64),
         )
+        at = np.nonzero(sums)  # few: where all blocks are the same
+        for one in (found.near, found.far, found.near_messages, found.far_messages):
+            one[at] = 0.0
+        found.summed[at] = np.broadcast_to(mine, near.shape)[at]
+        return found
 
     def alike(self, columns: Ints) -> tuple[Ints, Ints] | None:
         """Return columns one for each layout of blocks, and where each column's is among them.
