@@ -23,8 +23,9 @@ from tilewise.ops.draws import Draws
 from tilewise.plan import Layer
 from tilewise.planner.bills import Between
 from tilewise.planner.candidates import all_degrees, candidates
+from tilewise.planner.distinct import distinct_rows
 from tilewise.planner.forms import GROUPS, Form, Known
-from tilewise.planner.layouts import Layouts, distinct_rows, smallest
+from tilewise.planner.layouts import Layouts, smallest
 from tilewise.planner.overlaps import Overlaps, overlap_matrix
 from tilewise.planner.places import chooses, letter_roles
 from tilewise.planner.traffic import Traffic, traffic

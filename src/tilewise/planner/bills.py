@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tilewise.planner.layouts import Layouts, distinct_rows
+from tilewise.planner.distinct import distinct_rows
+from tilewise.planner.layouts import Layouts
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

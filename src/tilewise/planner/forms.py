@@ -27,7 +27,7 @@ from tilewise.graph.rule import REGISTRY, Lowered, Site
 from tilewise.layout import PARTIAL, REPLICA, Cover, Degrees, Layout
 from tilewise.ops.draws import Draws
 from tilewise.planner.candidates import LETTERS
-from tilewise.planner.layouts import distinct_rows
+from tilewise.planner.distinct import distinct_rows
 from tilewise.planner.overlaps import Overlaps
 from tilewise.planner.reach import Reach, reach
 from tilewise.planner.traffic import coords

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from tilewise.graph.graph import Node, Value
 from tilewise.planner.bills import Between, Bill
 from tilewise.planner.cost import Setting
-from tilewise.planner.layouts import Layouts, distinct_rows, smallest
+from tilewise.planner.distinct import distinct_rows
+from tilewise.planner.layouts import Layouts, smallest
 from tilewise.planner.places import Place
 from tilewise.planner.price import bill_s
 from tilewise.planner.solve import Moves
