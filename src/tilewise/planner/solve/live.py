@@ -46,7 +46,8 @@ class Table:
 
     def weigh(self, weights: Weights, penalty: float) -> Floats:
         """Return the known block's costs as one number each; those of broken ties are infinite."""
-        return np.minimum(weights.of_moves(self.moves, self.counts), penalty)
+        cost = weights.of_moves(self.moves, self.counts)
+        return np.minimum(cost, penalty, out=cost)
 
 
 @dataclass(slots=True)
