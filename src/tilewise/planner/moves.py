@@ -159,16 +159,31 @@ class MoveCosts:
 
     def __call__(self, sources: Ints, targets: Ints) -> Moves:
         """Return tables of shape (sources, targets)."""
-        gone, rows = np.divmod(sources, len(self.sources))
+        moves = self.seconds(sources, targets)
+        if not self.keeps_copies:
+            return moves
+        held = np.empty(moves.forward.shape, np.int64)
+        step = max(AT_ONCE // max(len(targets), 1), 1)
+        for start in range(0, len(sources), step):
+            some = slice(start, start + step)
+            held[some] = self._held(sources[some], targets, moves.forward[some])
+        return Moves(moves.forward, moves.backward, held)
+
+    def seconds(self, sources: Ints, targets: Ints) -> Moves:
+        """Return tables of shape (sources, targets), without the bytes that copies hold."""
         again, columns = np.divmod(targets, len(self.targets))
+        rows, within = sources % len(self.sources), self.setting.step.moves
         forward, backward = self._looked_up(self._seconds, rows, columns)
-        within = self.setting.step.moves
         if within != 1.0:
             forward, backward = within * forward, within * backward
         if again.any():
             backward = backward + again * forward
-        if not self.keeps_copies:
-            return Moves.holding_nothing(forward, backward)
+        return Moves.holding_nothing(forward, backward)
+
+    def _held(self, sources: Ints, targets: Ints, forward: Floats) -> Floats:
+        """Return the bytes that moved copies keep; those there take `forward` seconds."""
+        gone, rows = np.divmod(sources, len(self.sources))
+        again, columns = np.divmod(targets, len(self.targets))
         held = np.where((forward > 0) | (gone[:, None] > 0), self.held[columns], 0.0)
         apart = self._apart(rows, columns)
         if apart is not None:  # the slab is kept where it was made, if it still is there
@@ -180,7 +195,7 @@ class MoveCosts:
             source = np.where(gone > 0, source, kept)
             moved_too = np.where(forward > 0, self.shared_bytes[columns], 0.0)
             held = np.where(again > 0, source[:, None] + moved_too, held)
-        return Moves(forward, backward, held.astype(np.int64))
+        return held
 
     def passing(self, sources: Ints, targets: Ints) -> Both:
         """Return the bytes that are there only while moves run, forward and backward.
