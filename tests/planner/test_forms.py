@@ -89,7 +89,7 @@ class Widths(nn.Module):
         return self.pool(torch.cat([self.grouped(z), x, y], 1))
 
 
-@pytest.mark.parametrize("devices", [4, 6])
+@pytest.mark.parametrize("devices", [4, 6, 8, 12])
 def test_calls_that_share_answers_would_give_the_same(devices: int) -> None:
     """What calls of other widths were told is what they are told, to the last bit."""
     with torch.device("meta"):
