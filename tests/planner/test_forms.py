@@ -17,13 +17,16 @@ from tilewise.graph.graph import Node, Value
 from tilewise.graph.held import at_rest
 from tilewise.graph.labels import labels
 from tilewise.graph.rule import REGISTRY, Lowered, Site
-from tilewise.layout import PARTIAL, REPLICA, Cover, Degrees, Layout, Move
+from tilewise.layout import PARTIAL, REPLICA, Block, Cover, Degrees, Layout, Move
+from tilewise.layout.cover import balanced
 from tilewise.ops.draws import Draws
 from tilewise.plan import Layer
 from tilewise.planner.bills import Between
 from tilewise.planner.candidates import all_degrees, candidates
+from tilewise.planner.distinct import distinct_rows
 from tilewise.planner.forms import GROUPS, Form, Known
-from tilewise.planner.layouts import Layouts, distinct_rows, smallest
+from tilewise.planner.layouts import Layouts, smallest
+from tilewise.planner.overlaps import Overlaps, overlap_matrix
 from tilewise.planner.places import chooses, letter_roles
 from tilewise.planner.traffic import Traffic, traffic
 
@@ -86,16 +89,17 @@ class Widths(nn.Module):
         return self.pool(torch.cat([self.grouped(z), x, y], 1))
 
 
-@pytest.mark.parametrize("devices", [4, 6])
+@pytest.mark.parametrize("devices", [4, 6, 8, 12])
 def test_calls_that_share_answers_would_give_the_same(devices: int) -> None:
     """What calls of other widths were told is what they are told, to the last bit."""
     with torch.device("meta"):
         graph = tw.capture(Widths(), torch.empty(6, 12, 14, 10))
-    named, known = labels(graph.training), Known()
+    named, known, alone = labels(graph.training), Known(), 0
     for layer, node in zip(graph.layers, graph.training.nodes):
-        table = candidates(layer, devices).table
+        table, apart = candidates(layer, devices).table, Known()
         shared = Form(node, named, table, devices, known)
-        own = Form(node, named, table, devices, Known())
+        own = Form(node, named, table, devices, apart)
+        alone += sum(map(len, apart.answers.values()))
         for index, value in enumerate(own.operands):
             assert (shared.share("need", index) == own.share("need", index)).all()
             assert shared.roles(index) == own.roles(index)
@@ -103,7 +107,7 @@ def test_calls_that_share_answers_would_give_the_same(devices: int) -> None:
                 identical(shared, own, ("bring", "bring_back"), index)
         assert (shared.share("give", 0) == own.share("give", 0)).all()
         identical(shared, own, ("finish", "finish_back"), 0)
-    assert len(known.columns) < len(graph.layers)
+    assert sum(map(len, known.answers.values())) < alone
 
 
 def identical(form: Form, other: Form, names: Sequence[str], index: int) -> None:
@@ -221,3 +225,34 @@ def test_rows_are_told_apart_whatever_their_numbers() -> None:
         assert (found[0] == first).all()
         assert (found[1] == where.reshape(-1)).all()
     assert not len(distinct_rows(np.zeros((0, 3), np.int64))[0])
+
+
+def test_overlaps_are_those_of_all_pairs_of_blocks() -> None:
+    rng = np.random.default_rng(0)
+
+    def blocks() -> tuple[Block, ...]:
+        """Cut a dim of 24 in some way: with gaps, halos, scattered or empty blocks."""
+        cuts = [sorted(rng.choice(25, 2 * int(rng.integers(0, 4)), replace=False)) for _ in "12345"]
+        parts = int(rng.integers(1, 30))
+        return (
+            balanced(24, parts)
+            if rng.random() < 0.3
+            else tuple(
+                Block.union([(int(a), int(b)) for a, b in zip(cut[::2], cut[1::2], strict=True)])
+                for cut in cuts
+            )
+        )
+
+    for _ in range(100):
+        source, target = blocks(), blocks()
+        held = [{p for x in one.pieces for p in range(x.start, x.stop)} for one in source]
+        wanted = [{p for x in one.pieces for p in range(x.start, x.stop)} for one in target]
+        table = np.array([[len(one & other) for other in wanted] for one in held])
+        assert (overlap_matrix(source, target) == table).all()
+        found = Overlaps(source, target)
+        s, t = (one.reshape(-1) for one in np.indices(table.shape))
+        assert (found.of(s, t) == table[s, t]).all()
+        assert (found.by_source == table.sum(1)).all()
+        assert (found.by_target == table.sum(0)).all()
+        assert (found.source_counts == (table > 0).sum(1)).all()
+        assert (found.target_counts == (table > 0).sum(0)).all()

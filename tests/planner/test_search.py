@@ -43,6 +43,18 @@ def test_no_baseline_is_faster(found: Found) -> None:
     assert best <= found.baselines["model"].step_seconds
 
 
+def test_a_search_without_a_limit_has_the_seconds_of_the_whole_problem(found: Found) -> None:
+    problem, timed = found.formulation.problem, found.formulation.timed
+    for one, other in zip(problem.transfers, timed.transfers, strict=True):
+        labels = np.unique(one.leaves), np.unique(np.concatenate([c.wants for c in one.consumers]))
+        moves, seconds = one.cost(*labels), other.cost(*labels)
+        assert (moves.forward == seconds.forward).all()
+        assert (moves.backward == seconds.backward).all()
+        assert not seconds.held.any()
+    assert any(t.cost(t.leaves[:9], t.consumers[0].wants[:9]).held.any() for t in problem.transfers)
+    assert found.free.peak_bytes == evaluate(problem, found.free.choice).peak_bytes
+
+
 def test_the_best_uniform_plan_is_the_best_of_all(found: Found) -> None:
     graph = graph_of("joined")
     plans = [Plan.uniform(graph, d) for d in ("n4", "n2 h2", "h4", "h2 w2", "c4", "f4", "n2 c2")]

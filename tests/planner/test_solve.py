@@ -197,7 +197,7 @@ def test_prices_of_all_variables_equal_enumeration(capped: bool) -> None:
         cap = some_caps(problem)[2] if capped else None
         best = solve(problem, cap)
         costs = all_costs(problem)
-        for v, one in enumerate(prices(problem, best, cap, most=3)):
+        for v, one in enumerate(prices(problem, best, cap, most=3, time_limit=600.0)):
             cheapest = np.argsort(one.seconds, kind="stable")[:3]
             assert one.exact[cheapest].all(), seed
             for k, (seconds, exact) in enumerate(zip(one.seconds, one.exact, strict=True)):

@@ -107,7 +107,7 @@ def test_prices_under_several_sums(seed: int) -> None:
     problem = random_problem(300 + seed, sums=3)
     costs = all_costs(problem)
     cap = tight_caps(problem)[1]
-    found = price(problem, 0, cap)
+    found = price(problem, 0, cap, time_limit=600.0)
     for k in range(problem.choices[0]):
         fits = [c.seconds for x, c in costs.items() if x[0] == k and c.peak_bytes <= cap]
         assert found.exact[k]

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tilewise.errors import OperatorError
 from tilewise.layout import Axes, Axis, Block, Degrees, block
+from tilewise.layout.cover import balanced
 
 NAMES = {"n": "sample", "d": "depth", "h": "height", "w": "width"}
 
@@ -39,19 +41,14 @@ class Channels:
         """The channels each part of the work reads."""
         if self.grouped:
             return self._whole_groups(self.channels)
-        c = self.degrees.c
-        return tuple(Block.of(*block(self.channels, c, index)) for index in range(c))
+        return balanced(self.channels, self.degrees.c)
 
     @property
     def outputs(self) -> tuple[Block, ...]:
         """The filters each part of the work computes."""
         if self.grouped:
             return self._whole_groups(self.filters)
-        c, f = self.degrees.c, self.degrees.f
-        return tuple(
-            Block.union([block(self.filters, c * f, ci * f + fi) for ci in range(c)])
-            for fi in range(f)
-        )
+        return _scattered(self.filters, self.degrees.c, self.degrees.f)
 
     def local_groups(self, local_channels: int) -> int:
         """Return how many groups that many input channels make up."""
@@ -67,6 +64,14 @@ class Channels:
         step = size // self.groups
         cuts = [block(self.groups, parts, index) for index in range(parts)]
         return tuple(Block.of(start * step, stop * step) for start, stop in cuts)
+
+
+@lru_cache(maxsize=512)
+def _scattered(filters: int, c: int, f: int) -> tuple[Block, ...]:
+    """Return the filters of each fi: its parts ci·f+fi; the same are asked for several times."""
+    return tuple(
+        Block.union([block(filters, c * f, ci * f + fi) for ci in range(c)]) for fi in range(f)
+    )
 
 
 def deal(degrees: Degrees, ranks: int, at: Mapping[str, int]) -> Axes:

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilewise.planner.candidates import LETTERS, all_degrees
+from tilewise.planner.distinct import distinct_rows
 from tilewise.planner.formulation import Formulation
-from tilewise.planner.layouts import distinct_rows
 from tilewise.planner.solve import Cost, evaluate
 from tilewise.planner.timeline import peak_bytes
 

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tilewise.planner.layouts import Layouts, distinct_rows
+from tilewise.planner.distinct import distinct_rows
+from tilewise.planner.layouts import Layouts
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -108,16 +109,20 @@ class Between:
         after = _columns(self._after[columns], paired)
         close = np.minimum(partial, np.maximum(self.node // after, 1))
         near = np.minimum(spread, (close - 1) * mine + bill.near)
-        elsewhere = ~sums
-        return Bill(
-            elsewhere * near,
-            elsewhere * np.maximum(spread - near, 0.0),
-            elsewhere * (bill.near_messages + (close - 1)),
-            elsewhere * (bill.far_messages + (partial - close)),
-            sums * mine,
+        found = Bill(
+            near,
+            np.maximum(spread - near, 0.0),
+            bill.near_messages + (close - 1),
+            bill.far_messages + (partial - close),
+            np.zeros(near.shape),
             partial.astype(np.float64),
             (partial * after).astype(np.float64),
         )
+        at = np.nonzero(sums)  # few: where all blocks are the same
+        for one in (found.near, found.far, found.near_messages, found.far_messages):
+            one[at] = 0.0
+        found.summed[at] = np.broadcast_to(mine, near.shape)[at]
+        return found
 
     def alike(self, columns: Ints) -> tuple[Ints, Ints] | None:
         """Return columns one for each layout of blocks, and where each column's is among them.
@@ -174,41 +179,32 @@ class Between:
 class _Way:
     """Moves in one direction: few cuts of a dim differ, the rest is products.
 
-    For each dim, `_dims` has the cut of each source and target, and tables by these: what a rank
-    has of what it needs, what its node is sure to have, from how many blocks all of it comes, and
-    from how many in its node.
+    Dims are taken two by two. For each pair, `_pairs` has the cut of each source and target, and
+    tables by these: what a rank has of what it needs, what its node is sure to have, from how many
+    blocks all of it comes, and from how many in its node.
     """
 
     def __init__(self, source: Layouts, target: Layouts, node: int) -> None:
         self.wanted = target.local()
-        self._dims: list[tuple[Ints, Ints, Floats]] = []
         outside = _outside(source, node)
-        for dim, extent in enumerate(source.shape):
-            mine = (source.parts[:, dim], source.outer[:, dim], outside[:, dim])
-            some, here = _distinct(tuple(column[:, None] for column in mine))
-            theirs = (target.parts[:, dim], target.outer[:, dim])
-            others, there = _distinct(tuple(column[:, None] for column in theirs))
-            parts, place, coarse = (column[:, None] for column in some.T)
-            wants, elsewhere = others[None, :, 0], place != others[None, :, 1]
-            tables = (
-                _kept(parts, wants, elsewhere, extent),
-                _kept(coarse, wants, elsewhere, extent),
-                np.maximum(parts // wants, 1),
-                np.maximum(parts // np.maximum(coarse, wants), 1),
-            )
-            self._dims.append((here, there, np.array(tables, np.float64)))
+        dims = range(len(source.shape))
+        one = [_along(source, target, outside, dim) for dim in dims]
+        both = zip(one[::2], one[1::2])
+        self._pairs = [_both(*pair) for pair in both] + one[len(one) // 2 * 2 :]
 
     def bill(self, rows: Ints, columns: Ints, paired: bool) -> Bill:
         wanted = _columns(self.wanted[columns], paired)
-        found = np.ones((4, len(rows), 1 if paired else len(columns)))
-        for here, there, tables in self._dims:
+        found: Floats | None = None
+        for here, there, tables in self._pairs:
             if paired:
                 factor = tables[:, here[rows], there[columns]][:, :, None]
             elif len(rows) < len(columns):
                 factor = tables.take(here[rows], 1).take(there[columns], 2)
             else:
                 factor = tables.take(there[columns], 2).take(here[rows], 1)
-            found *= factor
+            found = factor if found is None else np.multiply(found, factor, out=found)
+        if found is None:
+            found = np.ones((4, len(rows), 1 if paired else len(columns)))
         own, held, blocks, near_blocks = found
         own_blocks = own > 0
         near_blocks = np.minimum(near_blocks * (held > 0), blocks)
@@ -222,6 +218,38 @@ class _Way:
             one,
             one,
         )
+
+
+_Cuts = tuple[Ints, Ints, Floats]
+"""Which cut each source and each target has, and tables by these."""
+
+
+def _along(source: Layouts, target: Layouts, outside: Ints, dim: int) -> _Cuts:
+    """Compare the cuts of one dim."""
+    extent = source.shape[dim]
+    mine = (source.parts[:, dim], source.outer[:, dim], outside[:, dim])
+    some, here = _distinct(tuple(column[:, None] for column in mine))
+    theirs = (target.parts[:, dim], target.outer[:, dim])
+    others, there = _distinct(tuple(column[:, None] for column in theirs))
+    parts, place, coarse = (column[:, None] for column in some.T)
+    wants, elsewhere = others[None, :, 0], place != others[None, :, 1]
+    tables = (
+        _kept(parts, wants, elsewhere, extent),
+        _kept(coarse, wants, elsewhere, extent),
+        np.maximum(parts // wants, 1),
+        np.maximum(parts // np.maximum(coarse, wants), 1),
+    )
+    return here, there, np.array(tables, np.float64)
+
+
+def _both(first: _Cuts, second: _Cuts) -> _Cuts:
+    """Compare the cuts of two dims at once, of which few differ too."""
+    rows, here = _distinct((first[0][:, None], second[0][:, None]))
+    columns, there = _distinct((first[1][:, None], second[1][:, None]))
+    tables = [
+        one[2].take(rows[:, k], 1).take(columns[:, k], 2) for k, one in enumerate((first, second))
+    ]
+    return here, there, tables[0] * tables[1]
 
 
 def _columns(values: NDArray[Any], paired: bool) -> NDArray[Any]:

@@ -16,6 +16,7 @@ from tilewise.errors import PlanError
 from tilewise.layout import Degrees
 from tilewise.plan import Layer
 from tilewise.plan.plan import WORDS
+from tilewise.planner.distinct import distinct_rows
 
 LETTERS = "ndhwcf"
 Bools = NDArray[np.bool_]
@@ -87,9 +88,10 @@ class Candidates:
         if joint is not None:
             fitted[:, 4] *= fitted[:, 5]
             fitted[:, 5] = 1
-        known = {tuple(row): index for index, row in enumerate(self.table[~self.again].tolist())}
-        first = next(iter(known.values()))  # a pinned layer has one candidate only
-        return np.array([known.get(tuple(row), first) for row in fitted.tolist()], np.int64)
+        table = self.table[~self.again]
+        first, where = distinct_rows(np.concatenate((table, fitted)))
+        at = first[where[len(table) :]]
+        return np.where(at < len(table), at, 0)  # a pinned layer has one candidate only
 
     def twice(self) -> Candidates:
         """Return all candidates, and behind them the same to be computed again in backward."""

@@ -27,9 +27,10 @@ from tilewise.graph.rule import REGISTRY, Lowered, Site
 from tilewise.layout import PARTIAL, REPLICA, Cover, Degrees, Layout
 from tilewise.ops.draws import Draws
 from tilewise.planner.candidates import LETTERS
-from tilewise.planner.layouts import distinct_rows
+from tilewise.planner.distinct import distinct_rows
+from tilewise.planner.overlaps import Overlaps
 from tilewise.planner.reach import Reach, reach
-from tilewise.planner.traffic import coords, overlap_matrix
+from tilewise.planner.traffic import coords
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -69,14 +70,14 @@ def lanes(source: Cover, target: Cover) -> tuple[Lane, Lane]:
     forth, back = np.full(len(ranks), _partial(source)), np.full(len(ranks), _partial(target))
     forth_parts, back_parts = forth.copy(), back.copy()
     for dim in range(len(source.shape)):
-        overlaps = overlap_matrix(source.blocks[dim], target.blocks[dim])
+        overlaps = Overlaps(source.blocks[dim], target.blocks[dim])
         s, t = here[:, dim], there[:, dim]
-        own *= overlaps[s, t]
-        forth *= overlaps.sum(0)[t]
-        back *= overlaps.sum(1)[s]
-        if overlaps.size > 1:
-            forth_parts *= (overlaps > 0).sum(0)[t]
-            back_parts *= (overlaps > 0).sum(1)[s]
+        own *= overlaps.of(s, t)
+        forth *= overlaps.by_target[t]
+        back *= overlaps.by_source[s]
+        if len(source.blocks[dim]) * len(target.blocks[dim]) > 1:
+            forth_parts *= overlaps.target_counts[t]
+            back_parts *= overlaps.source_counts[s]
     return _lane(forth, own, forth_parts, whole), _lane(back, own, back_parts, whole)
 
 
@@ -245,17 +246,18 @@ class Form:
         alone = lower_alone(node, labels, Degrees())
         self.operands: Sequence[Value] = alone.operands
         self.fused = alone.operation.fused
-        text = outline(node, labels, devices)
-        beside = outline(node, labels, devices, cut=False)
-        self._texts = {group: text if group == "cf" else beside for group in GROUPS}
-        self._known = known.answers
-        key = (text, table.tobytes())
+        self._known, self._texts = known.answers, {0: outline(node, labels, 1, cut=False)}
+        key = (outline(node, labels, devices), table.tobytes())
         if key not in known.columns:
             known.columns[key] = Columns(table, devices, self._ask)
         self.columns = known.columns[key]
 
     def _ask(self, group: str, degrees: Degrees) -> Answer:
-        known = self._known.setdefault(self._texts[group], {})
+        # channels are in as many parts as the product says, or not cut
+        parts = degrees.product if group == "cf" else 0
+        if parts not in self._texts:
+            self._texts[parts] = outline(self.node, self.labels, parts)
+        known = self._known.setdefault(self._texts[parts], {})
         if degrees not in known:
             known[degrees] = self._answer(degrees)
         return known[degrees]
@@ -329,10 +331,10 @@ def signature(node: Node, labels: Mapping[Value, str]) -> str:
     return f"{node.kind} {args} {[described(out) for out in node.outs]}"
 
 
-def outline(node: Node, labels: Mapping[Value, str], devices: int, *, cut: bool = True) -> str:
+def outline(node: Node, labels: Mapping[Value, str], parts: int, *, cut: bool = True) -> str:
     """Return a text that is the same for calls whose rules give the same shares.
 
-    All degrees divide the devices. Channels that these divide are cut into equal parts, of which
+    All degrees divide `parts`. Channels that these divide are cut into equal parts, of which
     a convolution or pooling takes the same share however many they are. Channels that are not cut
     are not told apart.
     """
@@ -343,7 +345,7 @@ def outline(node: Node, labels: Mapping[Value, str], devices: int, *, cut: bool 
     def channels(extent: int) -> str | int:
         if not cut:
             return "any"
-        return extent if extent % devices else "even"
+        return extent if extent % parts else "even"
 
     def described(value: Value) -> str:
         # a weight's channels and filters come first

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import numpy as np
@@ -46,6 +46,16 @@ class Formulation:
     def called(self) -> list[str]:
         """The calls that have costs, in order."""
         return [node.name for node in self.choices.program.nodes if node.name in self.costs]
+
+    @property
+    def timed(self) -> Problem:
+        """The problem without the bytes of moved copies, which plans without a limit do not need.
+
+        The bytes of a very large number of moves take as long to find as their seconds.
+        """
+        both = zip(self.problem.transfers, self.moves.values(), strict=True)
+        transfers = tuple(replace(transfer, cost=moves.seconds) for transfer, moves in both)
+        return replace(self.problem, transfers=transfers)
 
     def plan(self, choice: tuple[int, ...]) -> Plan:
         """Return chosen candidates as a plan."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 from tilewise.graph.graph import Node, Value
 from tilewise.planner.bills import Between, Bill
 from tilewise.planner.cost import Setting
-from tilewise.planner.layouts import Layouts, distinct_rows, smallest
+from tilewise.planner.distinct import distinct_rows
+from tilewise.planner.layouts import Layouts, smallest
 from tilewise.planner.places import Place
 from tilewise.planner.price import bill_s
 from tilewise.planner.solve import Moves
+from tilewise.planner.solve.problem import at_places
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
@@ -56,8 +58,8 @@ Both = tuple[Floats, Floats]
 
 Of = Callable[[Bill, Ints], Floats]
 
-Found = dict[str, Both]
-"""Things of moves by what they are."""
+Table = tuple[Floats, Floats, Ints]
+"""Something of all moves: there, back, and which column of those there each target has."""
 
 
 @dataclass
@@ -67,7 +69,7 @@ class Tables:
     `between` holds bills, which tensors share that are cut alike and differ in size only.
     """
 
-    found: dict[Any, Found] = field(default_factory=dict)
+    found: dict[Any, Table] = field(default_factory=dict)
     between: dict[Any, Between] = field(default_factory=dict)
 
 
@@ -106,6 +108,7 @@ class MoveCosts:
         self.shared_bytes = np.zeros(len(targets))
         self.rims = np.zeros(len(targets), bool)
         self.joined_bytes = np.zeros(len(targets))
+        self._whole: dict[str, Table] = {}
         self._ones: dict[tuple[int, int], tuple[Moves, float, float]] = {}
         even = sources.even() and targets.even()
         work = len(sources) * len(targets) * setting.devices * max(len(value.shape), 1)
@@ -173,16 +176,31 @@ class MoveCosts:
 
     def __call__(self, sources: Ints, targets: Ints) -> Moves:
         """Return tables of shape (sources, targets)."""
-        gone, rows = np.divmod(sources, len(self.sources))
+        moves = self.seconds(sources, targets)
+        if not self.keeps_copies:
+            return moves
+        held = np.empty(moves.forward.shape, np.int64)
+        step = max(AT_ONCE // max(len(targets), 1), 1)
+        for start in range(0, len(sources), step):
+            some = slice(start, start + step)
+            held[some] = self._held(sources[some], targets, moves.forward[some])
+        return Moves(moves.forward, moves.backward, held)
+
+    def seconds(self, sources: Ints, targets: Ints) -> Moves:
+        """Return tables of shape (sources, targets), without the bytes that copies hold."""
         again, columns = np.divmod(targets, len(self.targets))
+        rows, within = sources % len(self.sources), self.setting.step.moves
         forward, backward = self._looked_up(self._seconds, rows, columns)
-        within = self.setting.step.moves
         if within != 1.0:
             forward, backward = within * forward, within * backward
         if again.any():
             backward = backward + again * forward
-        if not self.keeps_copies:
-            return Moves.holding_nothing(forward, backward)
+        return Moves.holding_nothing(forward, backward)
+
+    def _held(self, sources: Ints, targets: Ints, forward: Floats) -> Floats:
+        """Return the bytes that moved copies keep; those there take `forward` seconds."""
+        gone, rows = np.divmod(sources, len(self.sources))
+        again, columns = np.divmod(targets, len(self.targets))
         held = np.where((forward > 0) | (gone[:, None] > 0), self.held[columns], 0.0)
         apart = self._apart(rows, columns)
         if apart is not None:  # the slab is kept where it was made, if it still is there
@@ -194,7 +212,7 @@ class MoveCosts:
             source = np.where(gone > 0, source, kept)
             moved_too = np.where(forward > 0, self.shared_bytes[columns], 0.0)
             held = np.where(again > 0, source[:, None] + moved_too, held)
-        return Moves(forward, backward, held.astype(np.int64))
+        return held
 
     def passing(self, sources: Ints, targets: Ints) -> Both:
         """Return the bytes that are there only while moves run, forward and backward.
@@ -225,19 +243,20 @@ class MoveCosts:
     def beside(self, sources: Ints, targets: Ints) -> Both:
         """Return the seconds there and back from each of some sources to the target beside it."""
         again, columns = np.divmod(targets, len(self.targets))
-        rows, within, table = sources % len(self.sources), self.setting.step.moves, self._table
-        if table is None:
+        rows, within = sources % len(self.sources), self.setting.step.moves
+        if self._many:
             moves = self.pairs(rows, columns)
             forward, backward = moves.forward, moves.backward
         else:
-            forward, backward = (one[rows, columns] for one in table["_seconds"])
+            there, back, where = self._table(self._seconds)
+            forward, backward = there[rows, where[columns]], back[rows, columns]
         return within * forward, within * (backward + again * forward)
 
     def pairs(self, sources: Ints, targets: Ints) -> Moves:
         """Return the moves from each of some rows to the row beside it, by themselves."""
         first, where = distinct_rows(np.stack([sources, targets], 1))
         some, others = sources[first], targets[first]
-        (forward, backward), *_ = self._each([self._seconds], some, others, paired=True).values()
+        forward, backward, _ = self._each(self._seconds, some, others, paired=True)
         return Moves(forward[where, 0], backward[where, 0], np.zeros(len(where), np.int64))
 
     def _apart(self, rows: Ints, columns: Ints) -> Bools | None:
@@ -268,58 +287,58 @@ class MoveCosts:
 
     def _looked_up(self, of: Of, rows: Ints, columns: Ints) -> Both:
         """Return something of moves from some rows to some columns."""
-        if self._table is None:
-            return self._each([of], rows, columns)[of.__name__]
-        there, back = (one[rows[:, None], columns] for one in self._table[of.__name__])
-        return there, back
+        name = of.__name__
+        if name not in self._whole and (self._many or len(rows) * len(columns) == 1):
+            there, back, where = self._each(of, rows, columns)
+            return at_places(there, where, 1), back
+        there, back, where = self._table(of)
+        some = at_places(there, rows, 0), at_places(back, rows, 0)
+        return at_places(some[0], where[columns], 1), at_places(some[1], columns, 1)
 
-    @cached_property
-    def _table(self) -> Found | None:
-        """What is known of all moves, if they are few; tensors that are alike share it."""
-        if len(self.sources) * len(self.targets) > WHOLE_TABLE:
-            return None
-        key = (self.sources.key, self.targets.key, self.itemsize, self.grads)
-        if key not in self.tables.found:
-            rows, columns = np.arange(len(self.sources)), np.arange(len(self.targets))
-            several = [self._seconds, self._passing]
-            few = self.by_rank or len(rows) * len(columns) <= AT_ONCE
-            found = self._whole(several, rows) if few else self._each(several, rows, columns)
-            self.tables.found[key] = found
-        return self.tables.found[key]
+    @property
+    def _many(self) -> bool:
+        """Whether there are too many moves to know something of all of them."""
+        return len(self.sources) * len(self.targets) > WHOLE_TABLE
 
-    def _whole(self, several: Sequence[Of], rows: Ints) -> Found:
-        """Find things of all moves there and back, from bills that are kept."""
+    def _table(self, of: Of) -> Table:
+        """Return something of all moves; tensors that are alike share it."""
+        name, known = of.__name__, self.tables.found
+        if name not in self._whole:
+            key = (name, self.sources.key, self.targets.key, self.itemsize, self.grads)
+            if key not in known:
+                rows, columns = np.arange(len(self.sources)), np.arange(len(self.targets))
+                few = self.by_rank or len(rows) * len(columns) <= AT_ONCE
+                known[key] = self._billed(of, rows) if few else self._each(of, rows, columns)
+            self._whole[name] = known[key]
+        return self._whole[name]
+
+    def _billed(self, of: Of, rows: Ints) -> Table:
+        """Find something of all moves there and back, from bills that are kept."""
         bill, where = self._between.every_forth
-        found = {}
-        for of in several:
-            there = of(bill, rows)
-            there = there if where is None else there.take(where, 1)
-            back = of(self._between.every_back, rows) if self.grads else np.zeros_like(there)
-            found[of.__name__] = there, back
-        return found
+        there = of(bill, rows)
+        where = np.arange(there.shape[1]) if where is None else where
+        shape = len(rows), len(where)
+        back = of(self._between.every_back, rows) if self.grads else np.zeros(shape)
+        return there, back, where
 
-    def _each(
-        self, several: Sequence[Of], rows: Ints, columns: Ints, *, paired: bool = False
-    ) -> Found:
-        """Find things of moves there and back, of as many at once as stay in the cache."""
-        shape = (2, len(rows), 1 if paired else len(columns))
-        found = {of.__name__: np.zeros(shape) for of in several}
-        step = max(len(rows) if self.by_rank else AT_ONCE // max(shape[-1], 1), 1)
+    def _each(self, of: Of, rows: Ints, columns: Ints, *, paired: bool = False) -> Table:
+        """Find something of moves there and back, of as many at once as stay in the cache."""
+        width = 1 if paired else len(columns)
         # those that differ only in who sums their gradients cost the same on the way there
         alike = None if paired or self.by_rank else self._between.alike(columns)
+        where = np.arange(width) if alike is None else alike[1]
+        there = np.empty((len(rows), width if alike is None else len(alike[0])))
+        back = np.empty((len(rows), width)) if self.grads else np.zeros((len(rows), width))
+        step = max(len(rows) if self.by_rank else AT_ONCE // max(width, 1), 1)
         for start in range(0, len(rows), step):
             some = slice(start, start + step)
             beside = columns[some] if paired else columns
             few = beside if alike is None else alike[0]
-            forth = self._between.forth(rows[some], few, paired=paired)
-            for of in several:
-                values = of(forth, rows[some])
-                found[of.__name__][0, some] = values if alike is None else values.take(alike[1], 1)
+            there[some] = of(self._between.forth(rows[some], few, paired=paired), rows[some])
             if self.grads:
-                back = self._between.back(rows[some], beside, paired=paired, alike=alike)
-                for of in several:
-                    found[of.__name__][1, some] = of(back, rows[some])
-        return {name: (there, back) for name, (there, back) in found.items()}
+                bill = self._between.back(rows[some], beside, paired=paired, alike=alike)
+                back[some] = of(bill, rows[some])
+        return there, back, where
 
     def _seconds(self, bill: Bill, rows: Ints) -> Floats:
         return bill_s(self.setting.machine, bill, self.itemsize)

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from tilewise.graph.graph import Node
 from tilewise.layout import Layout
 from tilewise.planner.cost import Block, NodeCost, Setting, add_parameters, sync_s
-from tilewise.planner.layouts import Layouts, distinct_rows
+from tilewise.planner.distinct import distinct_rows
+from tilewise.planner.layouts import Layouts
 from tilewise.planner.moves import MoveCosts
 from tilewise.planner.solve import Tie
 

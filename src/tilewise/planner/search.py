@@ -107,7 +107,9 @@ class Found:
                 return True
             return False
 
-        free = solve(problem, time_limit=self.time_limit, hints=hints, worth=fits)
+        timed = self.formulation.timed
+        free = solve(timed, time_limit=self.time_limit, hints=hints, worth=fits)
+        free = replace(free, peak_bytes=evaluate(problem, free.choice).peak_bytes)
         self.free = free = self._lighter(free)
         self.short = not fits(free.choice)
         if not self.short:

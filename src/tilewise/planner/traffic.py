@@ -19,7 +19,8 @@ from math import gcd, prod
 import numpy as np
 from numpy.typing import NDArray
 
-from tilewise.layout import PARTIAL, Axis, Block, Cover, Move, Piece
+from tilewise.layout import PARTIAL, Axis, Cover, Move
+from tilewise.planner.overlaps import overlap_matrix
 
 Ints = NDArray[np.int64]
 
@@ -93,35 +94,13 @@ def traffic(move: Move, node: int) -> Traffic:
 
 
 def _sum(source: Cover, ranks: Ints, node: int) -> Traffic:
-    sizes = np.array([prod(source.local_shape(int(rank))) for rank in ranks], np.int64)
+    sizes = np.ones(len(ranks), np.int64)
+    for blocks, index in zip(source.blocks, coords(source, ranks).T, strict=True):
+        sizes *= np.array([one.size for one in blocks], np.int64)[index]
     nothing = np.zeros(len(ranks), np.int64)
     pieces = split_axes(source.axes, node)
     count, near = partial_size(pieces), partial_size(pieces, inner=True)
     return Traffic(nothing, nothing, nothing, nothing, sizes * (count > 1), count, near)
-
-
-def overlap_matrix(source: tuple[Block, ...], target: tuple[Block, ...]) -> Ints:
-    """Return how many positions each source block shares with each target block."""
-    s, a, b = _pieces(source)
-    t, c, d = _pieces(target)
-    lengths = np.maximum(np.minimum(b[:, None], d) - np.maximum(a[:, None], c), 0)
-    if len(s) == len(source) and len(t) == len(target):
-        return np.asarray(lengths, np.int64)
-    out = np.zeros((len(source), len(target)), np.int64)
-    np.add.at(out, (s[:, None], t[None, :]), lengths)
-    return out
-
-
-@lru_cache(maxsize=4096)
-def _pieces(blocks: tuple[Block, ...]) -> tuple[Ints, Ints, Ints]:
-    """Return the block, start and stop of all pieces; a block without any has an empty one."""
-    rows = [
-        (index, piece.start, piece.stop)
-        for index, block in enumerate(blocks)
-        for piece in (block.pieces or (Piece(0, 0, 0),))
-    ]
-    found = np.array(rows, np.int64)
-    return found[:, 0], found[:, 1], found[:, 2]
 
 
 def coords(cover: Cover, ranks: Ints) -> Ints:

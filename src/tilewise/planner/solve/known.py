@@ -34,9 +34,5 @@ class _Lookup:
         self._moves = cost(sources, targets)
 
     def __call__(self, source: Ints, target: Ints) -> Moves:
-        rows = np.searchsorted(self._sources, source)[:, None]
-        columns = np.searchsorted(self._targets, target)
-        moves = self._moves
-        return Moves(
-            moves.forward[rows, columns], moves.backward[rows, columns], moves.held[rows, columns]
-        )
+        rows = np.searchsorted(self._sources, source)
+        return self._moves.at(rows, np.searchsorted(self._targets, target))

@@ -17,6 +17,8 @@ MOVE_BYTES, HELD_BYTES = 32, 8
 """To know a move: seconds forward, backward, weighted and in between; what it holds, if any."""
 MOVE_S = 1e-7
 """How long it takes to price a move, about."""
+MUCH = 4
+"""How many times as many moves as are known may be wanted before all are computed anew."""
 MEMORY, TIME = 0.5, 0.75
 """Which part of this machine's memory, and of the time that is left, moves may take."""
 
@@ -46,7 +48,8 @@ class Table:
 
     def weigh(self, weights: Weights, penalty: float) -> Floats:
         """Return the known block's costs as one number each; those of broken ties are infinite."""
-        return np.minimum(weights.of_moves(self.moves, self.counts), penalty)
+        cost = weights.of_moves(self.moves, self.counts)
+        return np.minimum(cost, penalty, out=cost)
 
 
 @dataclass(slots=True)
@@ -223,8 +226,8 @@ def _common(labels: Ints, known: Ints) -> Ints:
 
 
 def _moves(cost: MoveCost, sources: Ints, targets: Ints, before: Table | None) -> Moves:
-    """Return the moves' costs; compute only what `before` does not know."""
-    if before is None:
+    """Return the moves' costs; what `before` knows is not computed again if it is much."""
+    if before is None or MUCH * before.moves.forward.size < len(sources) * len(targets):
         return cost(sources, targets)
     known_sources, known_targets = before.sources[before.rows], before.targets[before.columns]
     rows = np.isin(sources, known_sources, assume_unique=True)

@@ -98,7 +98,7 @@ class Moves:
 
     def at(self, rows: Ints, columns: Ints) -> Moves:
         """Return some rows and columns."""
-        return self._of(lambda table: _at(_at(table, rows, 0), columns, 1))
+        return self._of(lambda table: at_places(at_places(table, rows, 0), columns, 1))
 
     def beside(self, other: Moves) -> Moves:
         """Return two blocks of the same rows as one."""
@@ -117,7 +117,8 @@ class Moves:
         return Moves(forward, backward, function(*(one.held for one in several)))
 
 
-def _at(table: Any, places: Ints, axis: int) -> Any:
+def at_places(table: Any, places: Ints, axis: int) -> Any:
+    """Return some places along an axis; the table itself where that is all of them."""
     every = len(places) == table.shape[axis] and (places[:-1] < places[1:]).all()
     return table if every else table.take(places, axis)
 

@@ -18,13 +18,16 @@ trees this is exact after one sweep; elsewhere sweeps raise the bound.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from tilewise.planner.solve.live import Link, Live, Table
 from tilewise.planner.solve.problem import Floats
 from tilewise.planner.solve.weights import Weights
+
+CHUNK = 1 << 15
+"""How many moves to look at together: as many as stay in the cache."""
 
 
 class Relaxation:
@@ -210,11 +213,13 @@ class Relaxation:
         """
         link = self.live.links[k]
         table, weighted = self.live.tables[link.table], self._tables[link.table]
-        moves = _scaled(weighted, link.share[table.columns][None, :])
-        here, there, count = table.rows, table.columns, len(table.targets)
-        if not forth:
-            moves, here, there, count = moves.T, there, here, len(table.sources)
-        known: Floats = (offer[here][:, None] + moves).min(0)
+        share = link.share[table.columns]
+        if forth:
+            here, there, count = table.rows, table.columns, len(table.targets)
+            known = _least_down(weighted, share, offer[here])
+        else:
+            here, there, count = table.columns, table.rows, len(table.sources)
+            known = _least_across(weighted, share, offer[here])
         if table.whole:
             return known
         rest = offer.copy()
@@ -288,5 +293,34 @@ def _lowest(cost: Floats, labels: np.ndarray, count: int) -> Floats:
     return lowest
 
 
-def _scaled(table: Floats, share: Floats) -> Floats:
-    return table if (share == 1.0).all() else table * share
+def _least_down(table: Floats, share: Floats, offer: Floats) -> Floats:
+    """Return the least of each column of a table, of which a share counts, plus offers by row."""
+    least = np.full(table.shape[1], np.inf)
+    for some, part in _blocks(table, share):
+        part += offer[some, None]
+        np.minimum(least, part.min(0, initial=np.inf), out=least)
+    return least
+
+
+def _least_across(table: Floats, share: Floats, offer: Floats) -> Floats:
+    """Return the least of each row of a table, of which a share counts, plus offers by column."""
+    least = np.empty(len(table))
+    for some, part in _blocks(table, share):
+        part += offer
+        least[some] = part.min(1, initial=np.inf)
+    return least
+
+
+def _blocks(table: Floats, share: Floats) -> Iterator[tuple[slice, Floats]]:
+    """Yield a share of each column of a table, in copies of some rows that stay in the cache."""
+    scaled = bool((share != 1.0).any())
+    step = max(CHUNK // max(table.shape[1], 1), 1)
+    buffer = np.empty((min(step, len(table)), table.shape[1]))
+    for begin in range(0, len(table), step):
+        rows = table[begin : begin + step]
+        part = buffer[: len(rows)]
+        if scaled:
+            np.multiply(rows, share, out=part)
+        else:
+            part[:] = rows
+        yield slice(begin, begin + len(rows)), part

@@ -45,9 +45,12 @@ class Weights:
 
     def of_moves(self, moves: Moves, counts: tuple[int, ...] = (1,)) -> Floats:
         """Return each move's weighted cost; its bytes are part of sums by `counts`."""
-        cost = moves.forward + self.overlap * moves.backward
+        cost = self.overlap * moves.backward  # there may be very many: no copy is made in vain
+        cost += moves.forward
         byte = sum(one * count for one, count in zip(self.byte, counts))
-        return cost + byte * moves.held if byte else cost
+        if byte:
+            cost += byte * moves.held
+        return cost
 
     def toward(self, other: Weights, part: float) -> Weights:
         """Return weights between these and others."""
