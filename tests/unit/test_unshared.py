@@ -36,7 +36,7 @@ def test_only_gradients_that_nobody_else_holds() -> None:
     over = [node for node in program.nodes if overwrites(node, free)]
     assert [node.kind for node in over] == ["leaky_relu", "relu"]
     reader = next(node for node in program.nodes if over[1].out in node.values())
-    assert reader.name == "twice"
+    assert reader.path == "twice"
     assert fresh_gradients(program.nodes) == {
         "first.weight", "first.bias", "second.weight", "second.bias",
     }  # fmt: skip
