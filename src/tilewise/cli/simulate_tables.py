@@ -105,7 +105,7 @@ def show_summary(found: Simulation, console: Console) -> None:
             f"times {agreement.peak_ratio:.3f}"
         )
     else:
-        console.print("the planner has no price for this plan: it cuts something into empty parts")
+        console.print("the planner has no price: the model has no layer with weights or windows")
 
 
 def show_sweep(name: str, points: Sequence[Point], console: Console) -> None:
