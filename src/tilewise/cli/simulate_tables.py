@@ -9,9 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tilewise.cli.plan_tables import WAITING, explain, milliseconds, size
+from tilewise.cli.plan_tables import WAITING, explain, milliseconds
 from tilewise.simulate import Point, Simulation
 from tilewise.simulate.plain import layers, peers
+from tilewise.units import size
 
 
 def show_layers(found: Simulation, console: Console, model: str) -> None:

@@ -1,6 +1,6 @@
 """The ways to split a layer: all degrees whose product divides the number of devices.
 
-Those that a layer cannot use are left out, with the reason, and so are those that leave some devices
+Those that a layer cannot use are left out, with the reason. So are those that leave some devices
 empty parts, unless a pin asks for them.
 """
 
