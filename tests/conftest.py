@@ -20,7 +20,7 @@ os.environ["TILEWISE_TUNE"] = "off"
 # Processes that tests start would compile the package again, each of them.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-LONG = ("test_models.py", "test_mpi.py")
+LONG = ("test_deep_models.py", "test_models.py", "test_mpi.py")
 FIRST = ("e2e", "train", "planner")
 
 

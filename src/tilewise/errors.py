@@ -39,7 +39,7 @@ class CommError(TilewiseError, RuntimeError):
 
 
 class InputError(TilewiseError, ValueError):
-    """Something on the command line that cannot be used."""
+    """Something on the command line or in the environment that cannot be used."""
 
 
 class RecipeError(TilewiseError, ValueError):

@@ -39,13 +39,26 @@ def test_layers(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[st
     assert row["bytes"] == 4 * (64 * 8 * 8 + 128 * 64 * 27 + 1)
 
 
+VOLUMES = """
+from torch import nn
+def net():
+    return nn.Sequential(nn.Conv3d(1, 8, 3, padding=1), nn.BatchNorm3d(8), nn.ReLU(),
+                         nn.Conv3d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv3d(8, 3, 1))
+"""
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_model(
-    batch: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    batch: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
+    model = tmp_path / "volumes.py"
+    model.write_text(VOLUMES)
     found = bench(
-        monkeypatch, capfd, "model", "unet3d", "--arg", "width=0.125", "--input",
-        f"{batch}x1x32x16x16", "--plan", "d2", "--rounds", "1",
+        monkeypatch, capfd, "model", f"{model}:net", "--input", f"{batch}x1x32x16x16",
+        "--plan", "d2", "--rounds", "1",
     )  # fmt: skip
     assert found["ranks"] == 2
     assert found["plan"] == "d2"

@@ -71,7 +71,7 @@ def test_the_demo_finds_all_splits_equal(tmp_path: Path) -> None:
 
 
 def test_widths_prints_the_test_error_of_each_width(tmp_path: Path) -> None:
-    tiny = "--widths 2 --seeds 0 --epochs 1 --count 16 --held-out 16 --batch 8 --size 16"
+    tiny = "--widths 2 --seeds 0 --epochs 1 --count 8 --held-out 8 --batch 8 --size 16"
     command = [sys.executable, str(ROOT / "examples" / "widths.py"), *tiny.split(), "--out", "out"]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert ran.returncode == 0, ran.stderr

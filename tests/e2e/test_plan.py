@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import sys
+from datetime import datetime, timedelta
 from itertools import pairwise
 from math import comb
 from pathlib import Path
@@ -13,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from measured_here import keep_rates
 from scripts import finish
 from tilewise import Plan
 from tilewise.cli import main
+from tilewise.cli.local import Calibration
 from tilewise.layout import Degrees
 
 KEYS = {
@@ -162,6 +166,8 @@ def calls_degrees(about: dict[str, Any]) -> dict[str, str]:
         (["--machine", "abacus"], 2, "neither a file nor a machine that is known"),
         (["--machine", "lasen"], 2, "did you mean 'lassen'? "),
         (["--machine", "lassen", "--explain", "feature.0"], 2, "did you mean 'features.0'? "),
+        (["--machine", "lassen", "--pin", "feature.*=h2"], 2, "did you mean 'features.*'? "),
+        (["--machine", "local"], 2, "not measured with 2 ranks yet"),
         (["--machine", "lassen", "--memory", "lots"], 2, "must be a size"),
         (["--machine", "lassen", "--pin", "features.0"], 2, "must be layer=degrees"),
         (["--machine", "lassen", "--diff", "none.json"], 2, "there is no file none.json"),
@@ -201,6 +207,41 @@ def test_bad_input_is_one_line(
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1
+
+
+def test_local_says_which_measurements_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "80")
+    keep_rates(tmp_path, 2)
+    os.utime(tmp_path / "machine-2-gloo.json", (0, 0))
+    line = f"machine local: {tmp_path / 'machine-2-gloo.json'}, measured "
+    where = ["--devices", "2", "--machine", "local"]
+    for command in ("plan", "simulate"):
+        words = ["tilewise", command, *SMALL, *where]
+        assert finish(shlex.join(words), monkeypatch) == 0
+        shown = capsys.readouterr().out.splitlines()
+        assert shown[0].startswith(line)
+        assert " days ago (19" in shown[0]
+        assert sum(text.startswith("machine local") for text in shown) == 1
+        assert finish(shlex.join([*words, "--json"]), monkeypatch) == 0
+        found = json.loads(capsys.readouterr().out)["machine_file"]
+        assert found["path"] == str(tmp_path / "machine-2-gloo.json")
+        assert datetime.fromisoformat(found["measured"]).timestamp() == 0
+
+
+def test_an_age_is_told_in_its_largest_unit() -> None:
+    then = datetime(2026, 1, 31, 12, 0)
+    kept = Calibration(Path("kept.json"), then)
+    for passed, text in (
+        (timedelta(seconds=5), "just now"),
+        (timedelta(minutes=1), "1 minute ago"),
+        (timedelta(hours=5, minutes=59), "5 hours ago"),
+        (timedelta(days=3), "3 days ago"),
+    ):
+        told = kept.told(then + passed)
+        assert told == f"machine local: kept.json, measured {text} (2026-01-31 12:00)"
 
 
 def test_float16_has_rates_and_sizes_of_its_own(

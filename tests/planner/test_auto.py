@@ -35,7 +35,7 @@ from tilewise.planner.calls import SplitCall
 from tilewise.planner.cost import Setting
 from tilewise.planner.formulate import formulate
 from tilewise.planner.machine import CallTime, MachineError, load_machine
-from tilewise.planner.search import Found
+from tilewise.planner.search import Found, search
 from tilewise.planner.solve import evaluate
 from tilewise.testing import ranks
 
@@ -536,6 +536,33 @@ def test_a_machine_is_measured_where_none_is_kept(tmp_path: Path) -> None:
         kept = load_machine("local", devices=2)
     assert kept.fit_errors
     assert 0 <= kept.overlap_sums <= 1
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_model_that_is_left_whole_is_said_to_be_so(
+    measured: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The reason is that a step without a split is predicted, or was measured, to be faster."""
+    captured = graph()
+    found = search(captured, devices=2, machine="lassen")
+    whole, cut = Plan.uniform(captured, "1"), found.baselines["data"].plan
+    ran = {whole.to_json(): 0.002, cut.to_json(): 0.003} if measured else {}
+
+    def chosen(plan: Plan) -> Any:
+        yield "searching"
+        return plan, found, ran
+
+    mesh = mock.Mock(size=2)
+    for plan in (cut, whole):
+        caplog.clear()
+        with mock.patch("tilewise.auto.plan.auto_plan", return_value=chosen(plan)):
+            assert read_plan(captured, "auto", mesh) == plan
+        said = [one.message for one in caplog.records if one.name == "tilewise"]
+        assert len(said) == (plan == whole)
+    ms = 1e3 * found.price(whole).step_seconds
+    assert "splits no layer on 2 ranks, each of them does all of the work: a step is" in said[0]
+    assert f"predicted to take {ms:.3g} ms, and " in said[0]
+    assert ("measured were 2 ms, and 3 ms" in said[0]) == measured
 
 
 def with_a_refusal(mesh: Mesh, folder: str) -> list[str]:

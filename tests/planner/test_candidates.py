@@ -42,9 +42,7 @@ def test_every_degrees_is_a_candidate_or_has_a_reason(layer: Layer, devices: int
 @pytest.mark.parametrize(
     ("degrees", "reason"),
     [
-        ("n8", "n8 cuts 4 samples into empty parts"),
         ("h2", "the layer has no height to cut by h2"),
-        ("c4", "c4 cuts 3 channels into empty parts"),
         ("n3", "the product (=3) does not divide 16 devices"),
     ],
 )
@@ -52,6 +50,23 @@ def test_reasons(degrees: str, reason: str) -> None:
     assert why_not(LINEAR, Degrees.parse(degrees), 16) == reason
     with pytest.raises(PlanError, match="cannot be split"):
         candidates(LINEAR, 16, pin=Degrees.parse(degrees))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "reason"),
+    [
+        ("n8", "n8 cuts 4 samples into empty parts"),
+        ("c4", "c4 cuts 3 channels into empty parts"),
+    ],
+)
+def test_empty_parts_are_left_out_unless_pinned(degrees: str, reason: str) -> None:
+    wanted = Degrees.parse(degrees)
+    assert why_not(LINEAR, wanted, 16) == reason
+    with pytest.raises(PlanError, match="into empty parts"):
+        candidates(LINEAR, 16).index(wanted)
+    found = candidates(LINEAR, 16, pin=wanted)
+    assert [found.degrees(i) for i in range(len(found))] == [wanted]
+    assert degrees not in {str(one.degrees) for one in found.dropped()}
 
 
 def test_only_the_product_of_c_and_f_counts_without_weights() -> None:

@@ -76,6 +76,25 @@ def test_bytes_are_the_planners_on_any_rank(name: str) -> None:
     assert found.agreement.differences == ()
 
 
+@pytest.mark.parametrize("degrees", ["h4", "n4"])
+def test_empty_parts_cost_what_the_planner_says(degrees: str) -> None:
+    """A pin may leave ranks without work, as a run may: it is priced as it runs."""
+    model = nn.Sequential(
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 32, 3, padding=1)
+    )
+    graph = capture(model, (torch.empty(2, 16, 4, 1024, device="meta"),), F.mse_loss)
+    pins = dict.fromkeys(("0", "2", "3"), degrees)
+    planned = search(graph, devices=4, machine="lassen", pins=pins)
+    assert {str(one) for one in planned.plan.layers.values()} == {degrees}
+    found = simulate(model, graph, planned.plan, devices=4, machine="lassen", ranks=(0, 1, 2, 3))
+    assert found.agreement.differences == ()
+    assert found.agreement.step_ratio == pytest.approx(1.0, rel=STEP)
+    assert found.agreement.peak_ratio == pytest.approx(1.0, rel=PEAK)
+    free = search(graph, devices=4, machine="lassen")
+    assert free.price(planned.plan).step_seconds == pytest.approx(planned.step_seconds)
+    assert free.step_seconds <= planned.step_seconds
+
+
 class Products(nn.Module):
     """A product of two activations, one with a weight, and one with a vector added."""
 

@@ -15,7 +15,7 @@ from tilewise.train.recipe import changes, from_dict, read_recipe, shipped
 WRONG = {
     "train.optimiser=sgd": [
         "no key train.optimiser",
-        "did you mean train.optimizer?",
+        "did you mean 'optimizer'?",
         "takes loss",
     ],
     "train.optimizer=adan": ["train.optimizer (='adan')", "sgd, adam, adamw", "mean 'adam'?"],
@@ -24,7 +24,7 @@ WRONG = {
     "train.batch='8'": ["train.batch (='8')", "valid integer"],
     "train.accumulate=3": ["batch (=16) must be a multiple of accumulate (=3)"],
     "train.loss=mes": ["'mes' must be one of mse, mae", "did you mean 'mse'?"],
-    "train.stop={metrc='mse'}": ["did you mean train.stop.metric?"],
+    "train.stop={metrc='mse'}": ["did you mean 'metric'?"],
     "metrics.names=['dise']": ["metrics.names", "did you mean 'dice'?"],
     "schedule.kind=cosin": ["schedule.kind (='cosin')", "did you mean 'cosine'?"],
     "data.make.kind=brian": ["data.make.kind", "did you mean 'brain'?"],

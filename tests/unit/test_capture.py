@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import resource
+from typing import Any
 
 import pytest
 import torch
@@ -122,3 +123,17 @@ def test_what_cannot_be_traced_says_why() -> None:
             capture(nn.Conv2d(3, 2, 1), torch.randn(2, 4, 5, 5), loss).training  # noqa: B018
     with pytest.raises(CaptureError, match="hold no tensor"):
         capture(nn.Identity(), (3,))
+
+
+@pytest.mark.parametrize(
+    ("shape", "layer", "given"), [((2, 1, 8, 8), "Conv3d", 4), ((1, 8, 8, 8), "BatchNorm3d", 4)]
+)
+@pytest.mark.parametrize("loss", [None, F.mse_loss])
+def test_too_few_dims_are_said_to_be_so(
+    shape: tuple[int, ...], layer: str, given: int, loss: Any
+) -> None:
+    model = nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.BatchNorm3d(2))
+    text = rf"its {layer} wants 5 dims \(samples, channels, depth, height, width\), .* {given}: "
+    with pytest.raises(CaptureError, match=text) as caught:
+        capture(model, torch.randn(shape), loss).training  # noqa: B018
+    assert "torch" not in str(caught.value)

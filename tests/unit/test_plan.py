@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from torch import nn
 
 from tilewise import Degrees, Graph, Plan, capture
 from tilewise.errors import LayoutError, PlanError
+from tilewise.graph.parallel import check_names
 
 
 class Net(nn.Module):
@@ -91,6 +94,19 @@ def test_of_raises_what_a_layer_cannot_do(
     with pytest.raises(PlanError) as found:
         Plan.of(graph, patterns)
     assert text in str(found.value)
+
+
+def test_a_pattern_that_matches_nothing_is_answered_with_one_that_does() -> None:
+    features = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1))
+    model = nn.Sequential(OrderedDict(features=features))
+    graph = capture(model, torch.randn(2, 3, 4, 4))
+    for pattern, near in (("feature.*", "features.*"), ("feature.2", "features.2")):
+        with pytest.raises(PlanError, match=f"did you mean '{re.escape(near)}'"):
+            Plan.of(graph, {pattern: "h2"})
+    with pytest.raises(PlanError, match=r"'feature.0', .*; did you mean 'features.0'\?"):
+        check_names(graph, Plan({"feature.0": Degrees(h=2)}))
+    with pytest.raises(PlanError, match=r"recomputed; did you mean 'features.0'\?$"):
+        check_names(graph, Plan(recompute=("feature.0",)))
 
 
 def test_of_refuses_degrees_it_cannot_read(graph: Graph) -> None:

@@ -7,6 +7,7 @@ searches. Rank 0 searches and tells the others.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from tilewise.auto.calibrate import CONDITIONS, Measured, calibrate, conditions,
 from tilewise.auto.calls import said, time_calls, worth_measuring
 from tilewise.auto.finals import contenders, race, room
 from tilewise.auto.tell import hosts, tell, told
+from tilewise.auto.unsplit import split, why_unsplit
 from tilewise.comm import Mesh
 from tilewise.comm.pool import exhausted
 from tilewise.errors import PlanError
@@ -45,6 +47,7 @@ from tilewise.planner.search import Found, parse_bytes, search
 from tilewise.planner.solve import InfeasibleError
 from tilewise.planner.whole import Parts, fit_step
 
+LOG = logging.getLogger("tilewise")
 AUTO = "auto"
 STRANGER = "lassen"  # whose rates are taken where none were measured
 TIME_LIMIT = 20.0
@@ -104,7 +107,7 @@ def read_plan(
 
     An `auto` plan for training needs the model: the best ones by prediction are tried on it, with
     such an optimizer, under the caller's autocast. `options` are a plan's beside its
-    degrees, and what is tried has them.
+    degrees, and what is tried has them. Rank 0 logs a warning if an `auto` plan splits nothing.
     """
     options = options or {}
     if plan != AUTO:
@@ -118,8 +121,10 @@ def read_plan(
             graph, mesh, memory=memory, optimizer=optimizer, model=model, options=options
         )
         chosen: Plan
-        chosen, _, _ = exhausted(searching, lambda _: None)
-        return chosen
+        chosen, found, ran = exhausted(searching, lambda _: None)
+    if found is not None and not split(chosen):
+        LOG.warning(why_unsplit(chosen, found, ran))
+    return chosen
 
 
 def auto_plan(

@@ -19,6 +19,7 @@ from tilewise.cli.simulate import simulate
 from tilewise.cli.train import train
 from tilewise.cli.verify import verify
 from tilewise.errors import TilewiseError
+from tilewise.switches import check_switches
 
 app = typer.Typer(
     help="Train PyTorch CNNs split over many devices, with the results of one.",
@@ -42,6 +43,7 @@ app.add_typer(data_app, name="data")
 @app.callback()
 def _root() -> None:
     """Train PyTorch CNNs split over many devices, with the results of one."""
+    check_switches()
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from tilewise.cli.bench_page import page
 from tilewise.cli.bench_plans import plans
 from tilewise.cli.bench_scaling import scaling
 from tilewise.cli.crew import Crew
+from tilewise.cli.fits import warn_of_fits
 
 bench_app = typer.Typer(
     help="Time layers, messages, models, plans and input on this machine.", no_args_is_help=True
@@ -85,6 +86,7 @@ def comm(
     with Crew(ranks, backend=backend) as crew:
         total = len(PRIMITIVES) * len(SIZES)
         found: list[Primitive] = crew.run(measure_messages, rounds, title=backend, total=total)[0]
+    warn_of_fits({primitive.name: primitive.fit_error for primitive in found})
     if json_:
         rows = [primitive.as_dict() for primitive in found]
         print(json.dumps({"backend": backend, "ranks": ranks, "primitives": rows}))

@@ -17,6 +17,7 @@ from tilewise.auto.plan import keep
 from tilewise.auto.tell import hosts
 from tilewise.cli.bench_options import Backend
 from tilewise.cli.crew import Crew
+from tilewise.cli.fits import warn_of_fits
 from tilewise.cli.naming import InputError
 from tilewise.comm.launch import engine
 from tilewise.planner.machine import LOCAL, Machine, local_path
@@ -24,13 +25,17 @@ from tilewise.planner.machine import LOCAL, Machine, local_path
 
 def calibrate(
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="also write a machine file")
+        Path | None, typer.Option("-o", "--output", help="a machine file to write besides")
     ] = None,
     ranks: Annotated[int, typer.Option(min=2, help="local ranks to start")] = 2,
     backend: Backend = "gloo",
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Measure what this machine's ranks compute and send, for `--machine local` and auto plans."""
+    """Measure what this machine's ranks compute and send, for `--machine local` and auto plans.
+
+    What is found is kept for those by the number of ranks and the backend; `-o` writes it to a file
+    too, which `--machine FILE` takes for any number of devices, also elsewhere. About a minute.
+    """
     if output is not None and not output.parent.is_dir():
         raise InputError(f"-o: there is no directory {output.parent}")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
@@ -50,10 +55,14 @@ def calibrate(
     if output is not None:
         machine = machine.model_copy(update={"name": output.stem})
         output.write_text(machine.to_json(), encoding="utf-8")
+    warn_of_fits(machine.fit_errors)
     if json_:
         print(json.dumps({"machine": str(written), "fit_errors": machine.fit_errors}))
     else:
         _show(machine)
+        print(f"kept for --machine {LOCAL} in {local_path(ranks, engine(backend))}")
+        if output is not None:
+            print(f"also written to {output}")
 
 
 def _show(machine: Machine) -> None:
@@ -66,7 +75,7 @@ def _show(machine: Machine) -> None:
     memory = f"{machine.memory_bandwidth_bytes_per_s / 1e9:.1f} GB/s"
     rate = machine.node.bandwidth_bytes_per_s / 1e9
     link = f"{1e6 * machine.node.latency_s:.0f} µs, {rate:.2f} GB/s"
-    sums = f"{machine.all_reduce.efficiency:.2f} of that bandwidth"
+    sums = f"{machine.all_reduce.efficiency:.2f} times that bandwidth"
     said = {"memory": memory, "messages": link, "sums": sums}
     for name, error in machine.fit_errors.items():
         table.add_row(name, said.get(name, gigaflops), f"{error:.0%}")

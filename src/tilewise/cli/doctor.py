@@ -20,12 +20,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tilewise.cli.plan_tables import size
 from tilewise.comm.launch import engine, launched
 from tilewise.errors import TilewiseError
 from tilewise.ops.kept import machine_name
 from tilewise.ops.tune import cache_file, tuning
 from tilewise.planner.machine import load_machine, preset_names
+from tilewise.units import size
 
 TORCH = ((2, 11), (2, 14))
 PYTHON = (3, 11)

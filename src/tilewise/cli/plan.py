@@ -14,8 +14,10 @@ import torch
 import typer
 from rich.console import Console
 
+from tilewise.cli.local import calibration
 from tilewise.cli.naming import InputError, build_model, parse_dtype, parse_shape
 from tilewise.cli.plan_tables import (
+    explain_local,
     show_alternatives,
     show_comparison,
     show_difference,
@@ -85,7 +87,7 @@ def plan(
         raise InputError(f"-o: there is no folder {output.parent}; make it first")
     if output is not None and output.is_dir():
         raise InputError(f"-o: {output} is a folder; name a file in it")
-    kind = parse_dtype(dtype)
+    kind, kept = parse_dtype(dtype), calibration(machine, devices)
     with torch.device("meta"):
         found_model = build_model(model, tuple(arg or ()), kind, 0)
     inputs = tuple(torch.empty(shape, dtype=kind, device="meta") for shape in shapes)
@@ -113,6 +115,8 @@ def plan(
         print(f"tilewise: {error}", file=sys.stderr)
         sys.exit(1)
     plain = found.as_dict() | _plain(extra)
+    if kept is not None:
+        plain["machine_file"] = kept.as_dict()
     if output is not None or json_:
         about = {"model": model, **details(found, time_limit=price_limit)}
     if output is not None:
@@ -120,6 +124,8 @@ def plan(
     if json_:
         print(json.dumps(plain | {DETAILS: about}))
         return
+    if kept is not None:
+        explain_local(kept, Console())
     _show(found, extra, Console())
     if output is not None:
         print(f"\nwritten to {output}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from itertools import groupby
 from math import isfinite
 
@@ -10,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
+from tilewise.cli.local import Calibration
 from tilewise.layout import Degrees
 from tilewise.planner.candidates import Dropped
 from tilewise.planner.explain import Alternative
@@ -17,6 +19,7 @@ from tilewise.planner.places import resolved
 from tilewise.planner.rows import Row, together
 from tilewise.planner.search import Found, Priced
 from tilewise.planner.sensitivity import Tried
+from tilewise.units import size
 
 KINDS = ("compute", "halo", "exchange", "sync")
 MOST_ALTERNATIVES = 20
@@ -39,23 +42,15 @@ HELD = (
 )
 PEOPLE_USE = (
     "data: samples only; spatial: depth, height and width only; model: channels and filters only; "
-    "owt (one weird trick): samples, but linear layers by filters; uniform: the best degrees that "
-    "are the same for all layers"
+    "owt (one weird trick): samples, but linear layers by filters; uniform: the same degrees for "
+    "all layers. Each is the fastest of its kind that fits, so another --memory may bring another "
+    "one; where none fits it is one that needs little"
 )
 
 
 def milliseconds(seconds: float) -> str:
     """Return a time in milliseconds, or a dash where there is none."""
     return f"{1e3 * seconds:.3g}" if seconds else "–"
-
-
-def size(count: float) -> str:
-    """Return bytes in the largest unit that leaves a number above 1."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"
 
 
 def show_plan(found: Found, console: Console) -> None:
@@ -120,6 +115,11 @@ def _sizes(held: Mapping[str, int]) -> list[str]:
 def explain(text: str, console: Console) -> None:
     """Say what a table's words mean."""
     console.print(text, style="dim", highlight=False)
+
+
+def explain_local(kept: Calibration, console: Console) -> None:
+    """Say which measurements a table is for."""
+    console.print(kept.told(datetime.now()), style="dim", highlight=False, soft_wrap=True)
 
 
 def _stretches(found: Found) -> Iterator[tuple[str, list[Row]]]:

@@ -11,7 +11,9 @@ import torch
 import typer
 from rich.console import Console
 
+from tilewise.cli.local import calibration
 from tilewise.cli.naming import InputError, build_model, parse_dtype, parse_plan, parse_shape
+from tilewise.cli.plan_tables import explain_local
 from tilewise.cli.simulate_tables import show_layers, show_ranks, show_summary, show_sweep
 from tilewise.graph import Graph, as_plan
 from tilewise.plan import Plan
@@ -72,7 +74,7 @@ def simulate(
     if devices is None and not given:
         raise InputError("--devices: say how many, or --strong or --weak")
     size = max(given) if devices is None else devices
-    kind = parse_dtype(dtype)
+    kind, kept = parse_dtype(dtype), calibration(machine, size)
     with torch.device("meta"):
         built = build_model(model, tuple(arg or ()), kind, 0)
     shapes = tuple(map(parse_shape, input))
@@ -95,8 +97,11 @@ def simulate(
         points = _points(sweep, counts)
     if json_:
         swept = {name: [point.as_dict() for point in some] for name, some in points.items()}
-        print(json.dumps(as_dict(found, model=model) | swept))
+        local = {} if kept is None else {"machine_file": kept.as_dict()}
+        print(json.dumps(as_dict(found, model=model) | swept | local))
     else:
+        if kept is not None:
+            explain_local(kept, Console())
         _show(found, points, model)
     sys.exit(0 if found.agreement.bytes_equal else 1)
 

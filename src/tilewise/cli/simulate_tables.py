@@ -9,9 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tilewise.cli.plan_tables import WAITING, explain, milliseconds, size
+from tilewise.cli.plan_tables import WAITING, explain, milliseconds
 from tilewise.simulate import Point, Simulation
 from tilewise.simulate.plain import layers, peers
+from tilewise.units import size
 
 
 def show_layers(found: Simulation, console: Console, model: str) -> None:
@@ -105,7 +106,7 @@ def show_summary(found: Simulation, console: Console) -> None:
             f"times {agreement.peak_ratio:.3f}"
         )
     else:
-        console.print("the planner has no price for this plan: it cuts something into empty parts")
+        console.print("the planner has no price: the model has no layer with weights or windows")
 
 
 def show_sweep(name: str, points: Sequence[Point], console: Console) -> None:

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-SWITCH = "TILEWISE_KEEP_MEMORY"
+from tilewise.switches import KEEP_MEMORY, switched_on
+
 TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX = -1, -3, -4  # of mallopt(3)
 KEEP = {MMAP_MAX: 0, TRIM_THRESHOLD: 2**31 - 1}
 # glibc's own numbers, where it ends up by itself once large blocks were freed.
@@ -26,8 +27,7 @@ _kept = False
 def keep_freed() -> None:
     """Keep what is freed from now on, unless switched off or not on glibc."""
     global _kept
-    off = os.environ.get(SWITCH, "on").lower() in ("off", "0", "no", "false")
-    if not _kept and not off:
+    if not _kept and switched_on(KEEP_MEMORY):
         _kept = _set(KEEP)
 
 

@@ -6,6 +6,7 @@ Fake tensors stand for the real ones, so a 512³ input costs no memory.
 from __future__ import annotations
 
 import logging
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ from tilewise.errors import CaptureError
 from tilewise.graph.graph import Program
 from tilewise.graph.reader import Reader
 from tilewise.graph.template import rebuild
+
+WINDOWED = re.compile(r"(?:Conv|ConvTranspose|\w+Pool)([123])d|BatchNorm([23])d")
 
 
 class Tracer:
@@ -84,9 +87,13 @@ class Tracer:
         return Reader(exported, leaves, self.cumulative, trained).program()
 
     def _untraceable(self, inputs: tuple[Any, ...], error: Exception) -> CaptureError:
+        name = type(self.template).__name__
+        shapes = [tuple(t.shape) for t in tree_flatten(inputs)[0] if isinstance(t, Tensor)]
+        dims = _wrong_dims(error)
+        if dims:
+            return CaptureError(f"capture: {name} cannot take inputs {shapes}: {dims}")
         return CaptureError(
-            f"capture: torch.export could not trace {type(self.template).__name__} for inputs "
-            f"{[tuple(t.shape) for t in tree_flatten(inputs)[0] if isinstance(t, Tensor)]}: "
+            f"capture: torch.export could not trace {name} for inputs {shapes}: "
             f"{_what_happened(error)}{_where(error)}"
         )
 
@@ -191,6 +198,22 @@ def _what_happened(error: BaseException) -> str:
         )
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def _wrong_dims(error: BaseException) -> str:
+    """Say how many dims a layer wants, if the error came from one that was given others."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        layer, x = frame.f_locals.get("self"), frame.f_locals.get("input")
+        named = WINDOWED.fullmatch(type(layer).__name__)
+        if named is None or not isinstance(layer, nn.Module) or not isinstance(x, Tensor):
+            continue
+        space = ("depth", "height", "width")[-int(named[1] or named[2]) :]
+        if x.dim() != 2 + len(space):
+            return (
+                f"its {type(layer).__name__} wants {2 + len(space)} dims (samples, channels, "
+                f"{', '.join(space)}), and is given {x.dim()}: {'×'.join(map(str, x.shape))}"
+            )
+    return ""
 
 
 def _where(error: BaseException) -> str:

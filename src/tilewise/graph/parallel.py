@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewise.comm import Mesh
-from tilewise.errors import PlanError
+from tilewise.errors import PlanError, meant
 from tilewise.graph import optimizers, state
 from tilewise.graph.at import At
 from tilewise.graph.captured import Graph
@@ -244,12 +244,16 @@ def check_names(graph: Graph, plan: Plan) -> None:
     unknown = [name for name in plan.layers if name not in known]
     if unknown:
         raise PlanError(
-            f"plan: it names {unknown[0]!r}, which is not a layer of this model; the plan was "
-            "made for another model"
+            f"plan: it names {unknown[0]!r}, which is not a layer of this model; "
+            f"{meant(unknown[0], known)}the plan may have been made for another model"
         )
     for pattern in plan.recompute:
         if not any(Plan(recompute=(pattern,)).recomputes(name) for name in known):
-            raise PlanError(f"plan: no layer matches {pattern!r}, which is to be recomputed")
+            guess = meant(pattern, known)
+            raise PlanError(
+                f"plan: no layer matches {pattern!r}, which is to be recomputed{'; ' * bool(guess)}"
+                f"{guess}".rstrip()
+            )
 
 
 def _facts(model: nn.Module, graph: Graph, plan: Plan, seed: int) -> dict[str, Any]:

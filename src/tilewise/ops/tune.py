@@ -7,7 +7,6 @@ kept on disk for each machine, version and shape.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from tilewise.comm.formats import formatted
 from tilewise.ops.conv_local import By, LocalConv, Way, Ways
 from tilewise.ops.conv_taps import weight_gradient
 from tilewise.ops.kept import folder, load, machine_name, store
+from tilewise.switches import TUNE, switched_on
 
 WORTH = 2e7  # multiplications below which no choice pays for its measuring
 GAIN = 0.97  # what a way must beat to be worth leaving the plain one
@@ -130,8 +130,7 @@ def _clearest(seconds: Times, last: bool) -> tuple[Way, ...]:
 
 def tuning() -> bool:
     """Whether ways are measured: not where results must be the same from run to run."""
-    off = os.environ.get("TILEWISE_TUNE", "on").lower() in ("off", "0", "no", "false")
-    return not off and not torch.are_deterministic_algorithms_enabled()
+    return switched_on(TUNE) and not torch.are_deterministic_algorithms_enabled()
 
 
 def cache_file() -> Path:

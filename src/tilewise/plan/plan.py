@@ -6,12 +6,11 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
-from tilewise.errors import PlanError
+from tilewise.errors import PlanError, meant
 from tilewise.layout import Degrees
 
 FORMAT = 1
@@ -218,9 +217,10 @@ def _fit(layer: Layer, wanted: Degrees) -> tuple[Degrees, list[str]]:
 def _unmatched(patterns: Sequence[str], graph: Layers) -> str:
     """Say which patterns match no layer, and what may have been meant."""
     names = [layer.name for layer in graph.layers if layer.extents]
-    close = [found for pattern in patterns for found in get_close_matches(pattern, names, 1)]
+    groups = {f"{'.'.join(path[:end])}.*": None for path in (name.split(".") for name in names)
+              for end in range(1, len(path))}  # fmt: skip
+    guess = "".join(meant(one, groups if "*" in one and groups else names) for one in patterns)
     shown = names if len(names) <= SHOWN else [*names[:SHOWN], f"… ({len(names)} in all)"]
-    guess = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
     return f"no layer matches {', '.join(map(repr, patterns))}; {guess}layers: {', '.join(shown)}"
 
 

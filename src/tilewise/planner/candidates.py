@@ -1,6 +1,7 @@
 """The ways to split a layer: all degrees whose product divides the number of devices.
 
-Those that a layer cannot use are left out, with the reason.
+Those that a layer cannot use are left out, with the reason. So are those that leave some devices
+empty parts, unless a pin asks for them.
 """
 
 from __future__ import annotations
@@ -59,10 +60,14 @@ class Candidates:
         """Return the degree of one letter of every candidate."""
         return self.table[:, LETTERS.index(letter)]
 
+    def has(self, degrees: Degrees) -> bool:
+        """Whether degrees are among the candidates."""
+        row = [value for _, value in _joint(self.layer, degrees).items()]
+        return bool((self.table == row).all(1).any())
+
     def index(self, degrees: Degrees, *, again: bool = False) -> int:
         """Return where degrees stand; c and f may be exchanged where only their product counts."""
-        if "cf" in self.layer.extents:
-            degrees = degrees.with_(c=degrees.c * degrees.f, f=1)
+        degrees = _joint(self.layer, degrees)
         row = [value for _, value in degrees.items()]
         found = np.flatnonzero((self.table == row).all(1) & (self.again == again))
         if not len(found):
@@ -104,26 +109,42 @@ class Candidates:
         kept = {tuple(row) for row in self.table.tolist()}
         for row in all_degrees(self.devices).tolist():
             degrees = Degrees(*row)
+            if tuple(row) in kept:
+                continue
             found = _why_not(self.layer, degrees, self.devices)
             if found is not None:
                 yield Dropped(degrees, *found)
-            elif tuple(row) not in kept:
+            else:
                 pinned = f"the layer is pinned to '{self.degrees(0)}'"
                 yield Dropped(degrees, pinned, pinned)
 
 
 def candidates(layer: Layer, devices: int, *, pin: Degrees | None = None) -> Candidates:
-    """List the degrees a layer can be given; with `pin`, those only."""
+    """List the degrees a layer can be given; with `pin`, those only, empty parts or not."""
+    if pin is not None:
+        row = np.array([[value for _, value in _pinned(layer, pin, devices).items()]], np.int64)
+        return Candidates(layer, devices, row, np.zeros(1, bool))
     table = all_degrees(devices)
     for position, letter in enumerate(LETTERS):
         table = table[table[:, position] <= _extent(layer, letter)]
     if "cf" in layer.extents:
         # such a layer's channels are cut into c·f parts whichever of the two cuts them
         table = table[(table[:, 5] == 1) & (table[:, 4] <= layer.extents["cf"])]
-    found = Candidates(layer, devices, table, np.zeros(len(table), bool))
-    if pin is None:
-        return found
-    return Candidates(layer, devices, table[[found.index(pin)]], np.zeros(1, bool))
+    return Candidates(layer, devices, table, np.zeros(len(table), bool))
+
+
+def _pinned(layer: Layer, pin: Degrees, devices: int) -> Degrees:
+    """Return the degrees that a pin means; raise where no run has them."""
+    degrees = _joint(layer, pin)
+    found = _impossible(layer, degrees, devices)
+    if found is not None:
+        raise PlanError(f"plan: {layer.name} cannot be split '{degrees}': {found[0]}")
+    return degrees
+
+
+def _joint(layer: Layer, degrees: Degrees) -> Degrees:
+    """Return degrees with c alone where only the product of c and f counts."""
+    return degrees.with_(c=degrees.c * degrees.f, f=1) if "cf" in layer.extents else degrees
 
 
 def why_not(layer: Layer, degrees: Degrees, devices: int) -> str | None:
@@ -132,18 +153,27 @@ def why_not(layer: Layer, degrees: Degrees, devices: int) -> str | None:
     return None if found is None else found[0]
 
 
-def _why_not(layer: Layer, degrees: Degrees, devices: int) -> tuple[str, str] | None:
-    """Return why a layer is not split in a way, and the rule that says so of others, too."""
+def _impossible(layer: Layer, degrees: Degrees, devices: int) -> tuple[str, str] | None:
+    """Return why no run splits a layer in a way, and the rule that says so of others, too."""
     if devices % degrees.product:
         return (
             f"the product (={degrees.product}) does not divide {devices} devices",
             f"the product must divide {devices} devices",
         )
     for letter, size in degrees.items():
-        word, extent = WORDS[letter], _extent(layer, letter)
         if size > 1 and letter not in layer.extents:
-            none = f"the layer has no {word} to cut by {letter}"
+            none = f"the layer has no {WORDS[letter]} to cut by {letter}"
             return f"{none}{size}", none
+    return None
+
+
+def _why_not(layer: Layer, degrees: Degrees, devices: int) -> tuple[str, str] | None:
+    """Return why a layer is not split in a way, and the rule that says so of others, too."""
+    found = _impossible(layer, degrees, devices)
+    if found is not None:
+        return found
+    for letter, size in degrees.items():
+        word, extent = WORDS[letter], _extent(layer, letter)
         if size > extent:
             reason = f"{letter}{size} cuts {layer.extents[letter]} {word} into empty parts"
             return reason, f"{letter} is at most {extent}, the layer's {word}"

@@ -225,10 +225,16 @@ def local_path(ranks: int, backend: str = "gloo") -> Path:
     return folder() / f"machine-{ranks}-{backend}.json"
 
 
-def _newest_local(ranks: int) -> Path | None:
+def newest_local(ranks: int) -> Path:
     """Return the rates with so many ranks that were measured last, over whatever backend."""
     found = folder().glob(local_path(ranks, "*").name)
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+    newest = max(found, key=lambda path: path.stat().st_mtime, default=None)
+    if newest is None:
+        raise MachineError(
+            f"machine: this one was not measured with {ranks} ranks yet; run tilewise "
+            f"calibrate --ranks {ranks}"
+        )
+    return newest
 
 
 def load_machine(machine: str | Path | Machine, *, devices: int = 2) -> Machine:
@@ -242,13 +248,7 @@ def load_machine(machine: str | Path | Machine, *, devices: int = 2) -> Machine:
     if str(machine) in preset_names():
         path = PRESETS / f"{machine}.json"
     elif machine == LOCAL:
-        newest = _newest_local(devices)
-        if newest is None:
-            raise MachineError(
-                f"machine: this one was not measured with {devices} ranks yet; run tilewise "
-                f"calibrate --ranks {devices}"
-            )
-        path = newest
+        path = newest_local(devices)
     elif not path.is_file():
         known = (*preset_names(), LOCAL)
         raise MachineError(

@@ -215,6 +215,7 @@ class Found:
         again = any(found.choices.stretches)
         # here inputs lie as their first readers want them: a plan that does not name those differs
         here = degrees.keys() == set(found.names) <= plan.layers.keys() and not plan.io_channels
+        here = here and all(one.has(degrees[one.layer.name]) for one in found.choices.candidates)
         if self.pins or not here or (plan.recompute and not again):
             found, choice = formulate_plan(found.graph, found.setting, plan)
         else:

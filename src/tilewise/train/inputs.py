@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from tilewise.data.open import read_facts
 from tilewise.data.region import Array, Box
 from tilewise.data.source import Counts, Storage
 from tilewise.data.synthetic.generate import generate, kind_named
-from tilewise.errors import DataError, RecipeError
+from tilewise.errors import DataError, RecipeError, meant
 from tilewise.layout import Cover, Layout
 from tilewise.planner.search import parse_bytes
 from tilewise.train.recipe import DataSection, Make, Recipe
@@ -254,9 +253,9 @@ def _built(
         raise RecipeError(f"recipe: {where}: {one!r} must be a name, or {{name = {{…}}}}")
     ((name, arguments),) = entry.items()
     if name not in known:
-        near = get_close_matches(name, known, 1)
-        guess = f"; did you mean {near[0]!r}?" if near else ""
-        raise RecipeError(f"recipe: {where}: {name!r} must be one of {', '.join(known)}{guess}")
+        raise RecipeError(
+            f"recipe: {where}: {meant(name, known)}{name!r} must be one of {', '.join(known)}"
+        )
     plain = {key: tuple(v) if isinstance(v, list) else v for key, v in arguments.items()}
     try:
         return known[name](**plain)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -107,11 +106,9 @@ class TrainSection(Section):
     def _known(cls, loss: str) -> str:
         words = get_args(Loss)
         if loss not in words and ":" not in loss:
-            near = get_close_matches(loss, words, 1)
-            guess = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(
-                f"{loss!r} must be one of {', '.join(words)}, or file.py:function or "
-                f"package.module:function{guess}"
+                f"{meant(loss, words)}{loss!r} must be one of {', '.join(words)}, or "
+                "file.py:function or package.module:function"
             )
         return loss
 
@@ -273,14 +270,12 @@ def _table_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def _meant(place: list[str], keys: list[str]) -> str:
-    near = get_close_matches(place[-1], keys, 1)
-    if not near:  # a key of another table?
+    guess = meant(place[-1], keys)
+    if not guess:  # a key of another table?
         homes = [s for s, f in Recipe.model_fields.items() if place[-1] in _keys(f.annotation)]
-        near_elsewhere = f"did you mean {homes[0]}.{place[-1]}? " if homes else ""
-    else:
-        near_elsewhere = f"did you mean {'.'.join([*place[:-1], near[0]])}? "
+        guess = f"did you mean {homes[0]}.{place[-1]}? " if homes else ""
     table = f"[{'.'.join(place[:-1])}]" if len(place) > 1 else "a recipe"
-    return f"{near_elsewhere}{table} takes {', '.join(keys)}"
+    return f"{guess}{table} takes {', '.join(keys)}"
 
 
 def _keys(annotation: Any) -> list[str]:
@@ -292,9 +287,8 @@ def _wrong(section: type[BaseModel], key: str, one: Any) -> str:
     given = one["input"]
     allowed = _words(section.model_fields[key].annotation) if key in section.model_fields else []
     if allowed:
-        near = get_close_matches(str(given), allowed, 1)
-        guess = f"; did you mean {near[0]!r}?" if near else ""
-        return f"(={given!r}) must be one of {', '.join(allowed)}{guess}"
+        guess = meant(str(given), allowed)
+        return f"(={given!r}) is not known; {guess}it must be one of {', '.join(allowed)}"
     message = one["msg"].removeprefix("Input ")
     return f"(={given!r}) {message[0].lower()}{message[1:]}"
 
