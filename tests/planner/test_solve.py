@@ -148,17 +148,18 @@ def test_infeasible_says_what_is_needed_and_by_whom() -> None:
 @pytest.mark.parametrize(
     ("bound", "said"),
     [
-        (0, "seems too small: the smallest plan found needs 300 bytes; most is held by a (200)"),
-        (50, "seems too small: the smallest plan found needs 300 bytes; 50 or more are needed"),
-        (101, "is too small: the smallest plan found needs 300 bytes; more than 100 are needed"),
-        (200, "is too small: the smallest plan found needs 300 bytes; 200 or more are needed"),
-        (300, "is too small: the smallest plan needs 300 bytes; most is held by a (200)"),
+        (0, "seems too small: the smallest plan found needs NEEDED; most"),
+        (50 << 20, "seems too small: the smallest plan found needs NEEDED; 50 MiB or more are"),
+        ((100 << 20) + 1, "is too small: the smallest plan found needs NEEDED; more than 100 MiB"),
+        (200 << 20, "is too small: the smallest plan found needs NEEDED; 200 MiB or more are"),
+        (300 << 20, "is too small: the smallest plan needs NEEDED; most"),
     ],
 )
 def test_infeasible_says_no_more_than_is_proven(bound: int, said: str) -> None:
-    error = InfeasibleError(100, LeastMemory((0,), 300, bound), [("a", 200)])
-    assert said in str(error)
-    assert "a (200)" in str(error)
+    error = InfeasibleError(100 << 20, LeastMemory((0,), 300 << 20, bound), [("a", 200 << 20)])
+    assert said.replace("NEEDED", "300 MiB (314,572,800 bytes)") in str(error)
+    assert "memory (=100 MiB)" in str(error)
+    assert "most is held by a (200 MiB)" in str(error)
 
 
 def test_least_memory_equals_enumeration() -> None:

@@ -14,6 +14,7 @@ from tilewise.planner.solve.known import know
 from tilewise.planner.solve.problem import Problem
 from tilewise.planner.solve.restrict import bytes_for_seconds, mean, restrict
 from tilewise.planner.solve.solver import Solver
+from tilewise.units import size
 
 NONE = 1 << 62
 """More bytes than any assignment needs."""
@@ -51,21 +52,22 @@ class InfeasibleError(PlanError):
         self.cap = cap
         self.least = least
         self.holders = tuple(holders)
+        needed = f"{size(least.peak_bytes)} ({least.peak_bytes:,} bytes)"  # what --memory must be
         why = f"{'is' if least.bound > cap else 'seems'} too small: the smallest plan "
         if least.exact:
-            why += f"needs {least.peak_bytes:,} bytes"
+            why += f"needs {needed}"
         else:
-            why += f"found needs {least.peak_bytes:,} bytes"
+            why += f"found needs {needed}"
             # a proof that nothing fits says no more than that
             only = least.bound == cap + 1
-            certain = f"more than {cap:,}" if only else f"{least.bound:,} or more"
+            certain = f"more than {size(cap)}" if only else f"{size(least.bound)} or more"
             why += f"; {certain} are needed for certain" if least.bound else ""
-        names = ", ".join(f"{name} ({held:,})" for name, held in self.holders[:5])
+        names = ", ".join(f"{name} ({size(held)})" for name, held in self.holders[:5])
         way_out = "more devices or a smaller batch"
         if not recompute:
             way_out = "more devices, a smaller batch or recomputation (--recompute, recompute=True)"
         super().__init__(
-            f"plan: memory (={cap:,} bytes) {why}; most is held by {names}; use {way_out}"
+            f"plan: memory (={size(cap)}) {why}; most is held by {names}; use {way_out}"
         )
 
 
