@@ -108,3 +108,41 @@ def test_the_gradient_of_a_weight_is_found_behind_a_message(
     plan: str, options: dict[str, Any], order: list[str]
 ) -> None:
     ranks(2, check, plan, options, order)
+
+
+def anomaly(mesh: Mesh) -> None:
+    """What stands for a gradient till it is found has no NaN, which anomaly mode looks for."""
+    x = torch.randn(4, 2, 9, 5, dtype=torch.float64)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with fixed_ways(Ways(PATCHED, PATCHED, PATCHED, last=True)):
+            model = parallelize(Net().double(), x, "n2", mesh=mesh)
+            with noted() as found, torch.autograd.detect_anomaly(check_nan=True):
+                model.mean(model(model.scatter(x)).square()).backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found == BEHIND
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
+def test_what_stands_for_a_gradient_is_a_number() -> None:
+    ranks(2, anomaly)
+
+
+def leave_out(mesh: Mesh) -> None:
+    """Nothing is put off that nobody would read in this backward."""
+    x = torch.randn(4, 2, 9, 5, dtype=torch.float64, requires_grad=True)
+    with fixed_ways(Ways(PATCHED, PATCHED, PATCHED, last=True)):
+        model = parallelize(Net().double(), x, "n2", mesh=mesh)
+        slab = model.scatter(x).detach().requires_grad_()
+        loss = model.mean(model(slab).square())
+        with noted() as found:
+            torch.autograd.grad(loss, slab, retain_graph=True)
+        assert found == BEFORE
+        with noted() as found:
+            loss.backward()
+        assert found == BEHIND
+
+
+def test_nothing_is_put_off_that_nobody_reads() -> None:
+    ranks(2, leave_out)

@@ -70,3 +70,15 @@ def test_the_gradient_is_torchs_and_lies_where_it_came(
     (found,) = torch.autograd.grad(y, leaf, given)
     assert torch.equal(found, wanted)
     assert torch.equal(given, dy) == view  # written over, but not where torch forbids it
+
+
+def test_derivatives_of_derivatives() -> None:
+    program = capture(Net(), (torch.randn(2, 2, 5, 5),)).training
+    node = next(node for node in program.nodes if node.kind == "leaky_relu")
+    call = Overwriting(node, lambda inner, x: F.leaky_relu(x, 0.1))
+    x, found = torch.randn(3, 4, dtype=torch.float64), []
+    for some in (lambda x: call([], x), lambda x: F.leaky_relu(x, 0.1)):
+        leaf = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad((some(leaf * leaf) ** 2).sum(), leaf, create_graph=True)
+        found.append(torch.autograd.grad(first.sum(), leaf)[0])
+    assert torch.equal(*found)

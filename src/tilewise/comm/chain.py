@@ -15,6 +15,12 @@ import torch
 from torch import Tensor
 
 
+class Promise:
+    """A tensor that is found later."""
+
+    value: Tensor | None = None
+
+
 class Later:
     """Work of backward that nothing needs yet: done while a message is under way."""
 

@@ -278,7 +278,8 @@ class Steps:
             here = isinstance(run, Exchange)
             if isinstance(run, Bound):
                 if isinstance(run.fused, ConvRun):
-                    run.fused.patient = soon.get(slots[0], False)
+                    where, what = step.inputs[0]
+                    run.fused.patient = where == "slot" and soon.get(what, False)
                 here = bool(run.inner) or (run.fused is None and any(map(soon.get, slots)))
             soon.update(dict.fromkeys(step.outputs, here))
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewise.comm import Chain, Group, Mesh
-from tilewise.comm.chain import Later, take
+from tilewise.comm.chain import Later, Promise, take
 from tilewise.graph.reach import Gate, Passing, Reach, leave
 from tilewise.graph.recompute import Stretch
 from tilewise.graph.shares import Shares, Use, at_end_of_backward
@@ -202,7 +202,7 @@ class _Inner(torch.autograd.Function):
         ctx: Any, state: _State, later: Later, token: Tensor | None, *parameters: Tensor
     ) -> tuple[Tensor | None, ...]:
         ctx.state, ctx.later = state, later
-        # of gradients that nothing else shares layers may promise to find them until they are read
+        # gradients that nothing else shares may come as promises
         ctx.promises = dict.fromkeys(state.bucket.fresh)
         ctx.set_materialize_grads(False)
         return take(ctx, token, 0), *(parameter.view_as(parameter) for parameter in parameters)
@@ -230,11 +230,12 @@ class _Inner(torch.autograd.Function):
 
 def _kept_promise(ctx: Any, number: int, grad: Tensor | None) -> Tensor | None:
     """Return a gradient that was put off, now found, or the one that came."""
-    found: Tensor | None = ctx.promises.get(number)
-    if found is None:
+    promise: Promise | None = ctx.promises.get(number)
+    if grad is None or promise is None:
         return grad
+    assert promise.value is not None, "a gradient was promised and not found"
     ctx.promises[number] = None
-    return found
+    return promise.value
 
 
 def _is_returned(node: Any) -> bool:

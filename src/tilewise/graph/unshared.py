@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tilewise.graph.graph import Node, Value
 
@@ -16,7 +15,7 @@ aten = torch.ops.aten
 
 PRODUCTS = ("conv", "linear")
 GIVE_NEW = (*PRODUCTS, "batch_norm", "max_pool", "avg_pool")
-"""How the names of calls begin whose operands' gradients are new tensors."""
+"""How the names of calls begin whose first operand's gradient is a new tensor."""
 
 OVERWRITING = ("relu", "leaky_relu")
 """Calls whose backward can be written over the gradient that it gets."""
@@ -36,7 +35,10 @@ def unshared(nodes: Iterable[Node], outputs: Collection[Value]) -> set[Value]:
     return {
         value
         for value, readers in _readers(nodes).items()
-        if value.origin == "node" and value not in outputs and _one_of(readers, GIVE_NEW)
+        if value.origin == "node"
+        and value not in outputs
+        and _one_of(readers, GIVE_NEW)
+        and readers[0].args[0] is value
     }
 
 
@@ -57,12 +59,16 @@ class Overwriting:
         out: Tensor = _Overwriting.apply(self, x)
         return out
 
-    def back(self, dy: Tensor, kept: Tensor, is_result: bool) -> None:
-        """Turn the gradient of the result into that of the operand, where it lies."""
-        if self.kind == "relu":
-            aten.threshold_backward.grad_input(dy, kept, 0, grad_input=dy)
-        else:
-            aten.leaky_relu_backward.grad_input(dy, kept, self.slope, is_result, grad_input=dy)
+    def back(self, dy: Tensor, kept: Tensor, is_result: bool) -> Tensor:
+        """Return the gradient of the operand: written over that of the result.
+
+        Not where derivatives of derivatives are wanted.
+        """
+        over = {} if torch.is_grad_enabled() else {"grad_input": dy}
+        given = (kept, 0) if self.kind == "relu" else (kept, self.slope, is_result)
+        op = aten.threshold_backward if self.kind == "relu" else aten.leaky_relu_backward
+        found: Tensor = op(dy, *given, **over)
+        return found
 
 
 class _Overwriting(torch.autograd.Function):
@@ -78,11 +84,9 @@ class _Overwriting(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
         (kept,) = ctx.saved_tensors
-        ctx.call.back(dy, kept, ctx.is_result)
-        return None, dy
+        return None, ctx.call.back(dy, kept, ctx.is_result)
 
 
 def _slope(node: Node) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewise.comm import Chain, Exchange, Frame, Mesh, Pending
-from tilewise.comm.chain import Later, hand_on, take, token_of
+from tilewise.comm.chain import Later, Promise, hand_on, take, token_of
 from tilewise.comm.formats import formatted, is_last
 from tilewise.ops.conv_local import LocalConv, Way, Ways
 from tilewise.ops.halo import Halo
@@ -178,11 +178,12 @@ class _Convolve(torch.autograd.Function):
             )  # fmt: skip
             if bring is not None and frame is None:
                 under_way.append(bring.start_adjoint(dx))
-        if want_w and not want_bias and _puts_off(ctx, run, ways.data):
+        if want_w and not want_bias:
             dw = _promise(
-                ctx, weight, lambda: local.weight(ways.weight, dy, x, weight, frame, bias=False)[0]
-            )
-        elif want_w or want_bias:
+                ctx, run, ways.data, weight,
+                lambda: local.weight(ways.weight, dy, x, weight, frame, bias=False)[0],
+            )  # fmt: skip
+        if dw is None and (want_w or want_bias):
             dw, db = local.weight(ways.weight, dy, x, weight, frame, bias=want_bias)
         for pending in under_way:
             if frame is None:
@@ -193,27 +194,29 @@ class _Convolve(torch.autograd.Function):
         return None, None, None, dx, dw, token, *([db] if ctx.bias else [])
 
 
-def _puts_off(ctx: Any, run: ConvRun, way: Way) -> bool:
-    """Whether to find the weight's gradient behind the next message, not behind this layer's own.
+def _promise(
+    ctx: Any, run: ConvRun, way: Way, weight: Tensor, find: Callable[[], Tensor]
+) -> Tensor | None:
+    """Put off finding the weight's gradient behind the next message; returns what stands for it.
 
-    That is where who reads it waits for a promise. This layer's own message has the slab's
-    gradient to travel behind unless slab and halo are one.
+    None where it is not put off: who reads it does not wait for promises, or this layer's own
+    message has nothing else to travel behind, as slab and halo are one.
     """
-    node, number = ctx.next_functions[WEIGHT]
     halo = run.local.halo
     apart = run.bring is None or (way.patch and halo is not None and halo.thin is not None)
-    return ctx.later is not None and apart and number in getattr(node, "promises", ())
-
-
-def _promise(ctx: Any, weight: Tensor, find: Callable[[], Tensor]) -> Tensor:
-    """Put off finding the weight's gradient; returns what stands for it till then."""
     node, number = ctx.next_functions[WEIGHT]
+    promises = getattr(node, "promises", {})
+    if ctx.later is None or not apart or number not in promises:
+        return None
+    if not torch._C._will_engine_execute_node(node):
+        return None
+    promise = promises[number] = Promise()
 
-    def work() -> None:
-        node.promises[number] = find()
+    def keep() -> None:
+        promise.value = find()
 
-    ctx.later.add(work)
-    return weight.new_empty(1).expand(weight.shape)
+    ctx.later.add(keep)
+    return weight.new_zeros(1).expand(weight.shape)
 
 
 def _receive(halo: Halo | None, pending: Pending | None, x: Tensor) -> Frame:
