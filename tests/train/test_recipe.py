@@ -115,7 +115,7 @@ def test_an_auto_plan_is_checked_by_a_search_without_measuring(
     command = ["train", "cosmoflow-mlperf", "--check", "--ranks", "2", "--plan", "auto"]
     refused = CliRunner().invoke(app, [*command, "--set", "memory=1MiB"])
     assert refused.exit_code == 1
-    assert "the smallest plan needs" in refused.stderr
+    assert "memory (=1 MiB) is too small: the smallest plan" in refused.stderr
 
 
 def test_what_changed_in_a_recipe_is_listed() -> None:

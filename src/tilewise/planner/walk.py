@@ -46,6 +46,7 @@ class Walk:
         self.grads = differentiable(self.choices.program)
         program = self.choices.program
         self.unshared = unshared(program.nodes, program.output_values)
+        self.makers = program.producers()
         self.known = Known()
         self.kept: set[Value] = set()
         self.outside: set[Value] = set()
@@ -124,7 +125,9 @@ class Walk:
             place = place_of(operand, pinned, some, text, self.setting.devices)
         table = self.choices.candidates[place.owner].table
         if simple(node, operand):
-            over = overwrites(node, self.unshared)
+            maker = self.makers.get(operand)
+            # a norm copies gradients that are parts of larger tensors
+            over = overwrites(node, self.unshared) and getattr(maker, "kind", "") != "batch_norm"
             found = follow_simple(node, place, table, self.setting, grads=self.grads, over=over)
         else:
             found = follow(node, operand, place, self.named, table, self.setting, grads=self.grads)
