@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+from tilewise.graph import unshared
 from tilewise.ops import conv_run
 from tilewise.ops.conv_local import By, Way, Ways
 
@@ -35,7 +36,10 @@ class Fixed:
 
 @contextmanager
 def fixed_ways(ways: Ways | Callable[[], Ways], innermost_s: float = 1.0) -> Iterator[None]:
-    """Let every convolution do its local work in these ways, or in those that a function draws."""
+    """Let every convolution do its local work in these ways, or in those that a function draws.
+
+    Gradients of activations are written over however small they are.
+    """
 
     def choose(*_: Any, **__: Any) -> Fixed:
         return Fixed(ways if isinstance(ways, Ways) else ways(), innermost_s)
@@ -43,4 +47,5 @@ def fixed_ways(ways: Ways | Callable[[], Ways], innermost_s: float = 1.0) -> Ite
     with ExitStack() as stack:
         for name, value in {"worth_tuning": lambda *_: True, "choose": choose}.items():
             stack.enter_context(mock.patch.object(conv_run, name, value))
+        stack.enter_context(mock.patch.object(unshared, "OVERWRITTEN_BYTES", 0))
         yield

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilewise.graph import capture
+from tilewise.graph import unshared as module
 from tilewise.graph.unshared import Overwriting, fresh_gradients, overwrites, unshared
 
 
@@ -50,10 +51,12 @@ def test_a_slope_that_turns_values_round_is_left_alone() -> None:
 
 @pytest.mark.parametrize("kind", ["relu", "leaky_relu"])
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("left", [None, "view", "small"])
 def test_the_gradient_is_torchs_and_lies_where_it_came(
-    kind: str, in_place: bool, view: bool
+    kind: str, in_place: bool, left: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if left != "small":
+        monkeypatch.setattr(module, "OVERWRITTEN_BYTES", 0)
     program = capture(Net(), (torch.randn(2, 2, 5, 5),)).training
     node = next(node for node in program.nodes if node.kind == kind)
     plain = F.relu if kind == "relu" else lambda x: F.leaky_relu(x, 0.1)
@@ -61,7 +64,7 @@ def test_the_gradient_is_torchs_and_lies_where_it_came(
     call = Overwriting(node, lambda inner, x: (written if in_place else plain)(x))
     leaf = torch.randn(3, 4, requires_grad=True)
     x = leaf * 2
-    y = call([], x.view(4, 3) if view else x).view(3, 4)
+    y = call([], x.view(4, 3) if left == "view" else x).view(3, 4)
     expected = plain(leaf * 2)
     assert torch.equal(y, expected)
     dy = torch.randn(3, 4)
@@ -69,10 +72,12 @@ def test_the_gradient_is_torchs_and_lies_where_it_came(
     given = dy.clone()
     (found,) = torch.autograd.grad(y, leaf, given)
     assert torch.equal(found, wanted)
-    assert torch.equal(given, dy) == view  # written over, but not where torch forbids it
+    # written over, but not where torch forbids it or is faster
+    assert torch.equal(given, dy) == (left is not None)
 
 
-def test_derivatives_of_derivatives() -> None:
+def test_derivatives_of_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "OVERWRITTEN_BYTES", 0)
     program = capture(Net(), (torch.randn(2, 2, 5, 5),)).training
     node = next(node for node in program.nodes if node.kind == "leaky_relu")
     call = Overwriting(node, lambda inner, x: F.leaky_relu(x, 0.1))

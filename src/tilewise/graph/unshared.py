@@ -20,6 +20,9 @@ GIVE_NEW = (*PRODUCTS, "batch_norm", "max_pool", "avg_pool")
 OVERWRITING = ("relu", "leaky_relu")
 """Calls whose backward can be written over the gradient that it gets."""
 
+OVERWRITTEN_BYTES = 2**20
+"""From which size it is: torch's own node is the faster one for small tensors."""
+
 
 def fresh_gradients(nodes: Iterable[Node]) -> set[str]:
     """Name the parameters that one convolution or linear layer reads, and nothing else."""
@@ -54,7 +57,8 @@ class Overwriting:
         self.kind, self.slope, self.local = node.kind, _slope(node), local
 
     def __call__(self, inner: list[Any], x: Tensor) -> Tensor:
-        if x._is_view():  # torch lets no node of ours write over one
+        # torch lets no node of ours write over a view
+        if x._is_view() or x.nbytes < OVERWRITTEN_BYTES:
             return self.local(inner, x)  # type: ignore[no-any-return]
         out: Tensor = _Overwriting.apply(self, x)
         return out

@@ -16,6 +16,7 @@ from tilewise.graph.graph import Node, Value
 from tilewise.graph.held import at_rest
 from tilewise.graph.lower import lower_call
 from tilewise.graph.rule import REGISTRY, Lowered, Site
+from tilewise.graph.unshared import OVERWRITTEN_BYTES
 from tilewise.layout import PARTIAL, Axes, Cover, Degrees, Layout, Move
 from tilewise.ops.draws import Draws
 from tilewise.planner.candidates import LETTERS
@@ -94,7 +95,7 @@ def follow_simple(
         cost.compute_forward += memory_s(setting.machine, forward * size)
         if node.out in grads:
             cost.compute_backward += memory_s(setting.machine, backward * size)
-            cost.burst_bytes += (1 if over else 2) * size
+            cost.burst_bytes += np.where(over & (size >= OVERWRITTEN_BYTES), 1, 2) * size
         else:
             cost.workspace_bytes += 2 * size
     cost.saved_bytes += local * keeps(node, grads).beside_bytes
