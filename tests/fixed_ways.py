@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from tilewise.graph import unshared
-from tilewise.ops import conv_run
+from tilewise.ops import conv_run, overwrite
 from tilewise.ops.conv_local import By, Way, Ways
 
 EXACT: tuple[By, ...] = ("torch", "taps")
@@ -47,5 +46,5 @@ def fixed_ways(ways: Ways | Callable[[], Ways], innermost_s: float = 1.0) -> Ite
     with ExitStack() as stack:
         for name, value in {"worth_tuning": lambda *_: True, "choose": choose}.items():
             stack.enter_context(mock.patch.object(conv_run, name, value))
-        stack.enter_context(mock.patch.object(unshared, "OVERWRITTEN_BYTES", 0))
+        stack.enter_context(mock.patch.object(overwrite, "OVERWRITTEN_BYTES", 0))
         yield

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilewise.graph import capture
-from tilewise.graph import unshared as module
-from tilewise.graph.unshared import Overwriting, fresh_gradients, overwrites, unshared
+from tilewise.graph.unshared import fresh_gradients, overwrites, unshared
+from tilewise.ops import overwrite
+from tilewise.ops.overwrite import Overwriting
 
 
 class Net(nn.Module):
@@ -56,12 +57,10 @@ def test_the_gradient_is_torchs_and_lies_where_it_came(
     kind: str, in_place: bool, left: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if left != "small":
-        monkeypatch.setattr(module, "OVERWRITTEN_BYTES", 0)
-    program = capture(Net(), (torch.randn(2, 2, 5, 5),)).training
-    node = next(node for node in program.nodes if node.kind == kind)
+        monkeypatch.setattr(overwrite, "OVERWRITTEN_BYTES", 0)
     plain = F.relu if kind == "relu" else lambda x: F.leaky_relu(x, 0.1)
     written = torch.relu_ if kind == "relu" else lambda x: F.leaky_relu_(x, 0.1)
-    call = Overwriting(node, lambda inner, x: (written if in_place else plain)(x))
+    call = Overwriting(kind, 0.1, lambda inner, x: (written if in_place else plain)(x))
     leaf = torch.randn(3, 4, requires_grad=True)
     x = leaf * 2
     y = call([], x.view(4, 3) if left == "view" else x).view(3, 4)
@@ -77,10 +76,8 @@ def test_the_gradient_is_torchs_and_lies_where_it_came(
 
 
 def test_derivatives_of_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "OVERWRITTEN_BYTES", 0)
-    program = capture(Net(), (torch.randn(2, 2, 5, 5),)).training
-    node = next(node for node in program.nodes if node.kind == "leaky_relu")
-    call = Overwriting(node, lambda inner, x: F.leaky_relu(x, 0.1))
+    monkeypatch.setattr(overwrite, "OVERWRITTEN_BYTES", 0)
+    call = Overwriting("leaky_relu", 0.1, lambda inner, x: F.leaky_relu(x, 0.1))
     x, found = torch.randn(3, 4, dtype=torch.float64), []
     for some in (lambda x: call([], x), lambda x: F.leaky_relu(x, 0.1)):
         leaf = x.clone().requires_grad_()

@@ -194,8 +194,10 @@ class _ExchangeFunction(torch.autograd.Function):
             return None, token, None, None
         exchange: Exchange = ctx.exchange
         core = exchange.core if exchange.fresh and grad.dtype not in HALF else None
-        boxes = exchange.arriving
-        given = grad if core is None else Frame(boxes, [grad[box] for box in boxes], grad)
+        given: Tensor | Frame = grad
+        if core is not None:
+            boxes = exchange.arriving
+            given = Frame(boxes, [grad[box] for box in boxes], grad)
         pending = exchange.start_adjoint(given)
         if ctx.later is not None:
             ctx.later.run()

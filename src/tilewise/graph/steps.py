@@ -21,10 +21,11 @@ from tilewise.graph.held import Held, at_rest
 from tilewise.graph.lower import Planned
 from tilewise.graph.rule import Lowered
 from tilewise.graph.shares import Use
-from tilewise.graph.unshared import Overwriting, fresh_gradients, overwrites, unshared
+from tilewise.graph.unshared import fresh_gradients, overwrites, slope_of, unshared
 from tilewise.layout import Axes, Cover, Layout, Move
 from tilewise.ops.conv_run import ConvRun
 from tilewise.ops.operation import Bound, Need
+from tilewise.ops.overwrite import Overwriting
 from tilewise.plan import Plan
 
 MAY_ALIAS = {
@@ -146,7 +147,7 @@ class Steps:
         if lowered.in_place is not None and not again and self._may_write(node, bound, kept):
             bound.local = lowered.in_place
         if overwrites(node, self.unshared):
-            bound.local = Overwriting(node, bound.local)
+            bound.local = Overwriting(node.kind, slope_of(node), bound.local)
         outputs = [self._slot(out) for out in node.outs]
         self.steps.append(
             Step(bound, node.name, inputs, outputs, node.no_grad, again, tuple(written))

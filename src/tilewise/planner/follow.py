@@ -16,9 +16,9 @@ from tilewise.graph.graph import Node, Value
 from tilewise.graph.held import at_rest
 from tilewise.graph.lower import lower_call
 from tilewise.graph.rule import REGISTRY, Lowered, Site
-from tilewise.graph.unshared import OVERWRITTEN_BYTES
 from tilewise.layout import PARTIAL, Axes, Cover, Degrees, Layout, Move
 from tilewise.ops.draws import Draws
+from tilewise.ops.overwrite import OVERWRITTEN_BYTES
 from tilewise.planner.candidates import LETTERS
 from tilewise.planner.cost import (
     PASSES,
