@@ -243,15 +243,39 @@ dist.recv(torch.zeros(1), 1)
 """
 
 
-def test_an_error_on_one_rank_of_a_script_ends_all(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(ALONE)
-    ran = subprocess.run(
-        [_mpiexec(), "-n", "2", sys.executable, "script.py"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+def run_apart(script: str, ranks: int, folder: Path) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(script)
+    return subprocess.run(
+        [_mpiexec(), "-n", str(ranks), sys.executable, "script.py"],
+        cwd=folder, capture_output=True, text=True, timeout=300, check=False,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
     )  # fmt: skip
+
+
+def test_an_error_on_one_rank_of_a_script_ends_all(tmp_path: Path) -> None:
+    ran = run_apart(ALONE, 2, tmp_path)
     assert ran.returncode
     assert "ValueError: on one rank alone" in ran.stderr
+
+
+POLLED = """
+import atexit
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from tilewise.comm.mpi_request import Request, poller
+
+atexit.register(lambda: print("polled", poller.thread.is_alive()))  # the last one to be called
+word = torch.zeros(1).numpy()
+poller.watch(Request(MPI.COMM_SELF.Irecv(word, 0), 60.0, word))
+print("polled", poller.thread.is_alive())
+MPI.COMM_SELF.Send(word.copy(), 0)
+"""
+
+
+def test_the_polling_thread_ends_before_the_program(tmp_path: Path) -> None:
+    ran = run_apart(POLLED, 1, tmp_path)
+    assert (ran.returncode, ran.stdout.split()) == (0, ["polled", "True", "polled", "False"])
 
 
 def too_long(mesh: Mesh) -> tuple[str, bool]:

@@ -7,6 +7,7 @@ cores do not starve each other.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -141,11 +142,13 @@ class Poller:
         self.awake = threading.Event()
         self.pause = POLL_SECONDS
         self.thread: threading.Thread | None = None
+        self.ended = False
 
     def watch(self, request: Request) -> Request:
         if self.thread is None:
             self.thread = threading.Thread(target=self._run, name="tilewise-mpi", daemon=True)
             self.thread.start()
+            atexit.register(self._end)
         request.watched = True
         self.waiting.append(request)
         self.pause = POLL_SECONDS  # what is new may be short
@@ -156,6 +159,8 @@ class Poller:
     def _run(self) -> None:
         while True:
             self.awake.wait()
+            if self.ended:
+                return
             time.sleep(self.pause)
             self.pause = min(1.2 * self.pause, 20 * POLL_SECONDS)
             for _ in range(len(self.waiting)):
@@ -164,8 +169,15 @@ class Poller:
                     self.waiting.append(request)
             if not self.waiting:
                 self.awake.clear()
-                if self.waiting:
+                if self.waiting or self.ended:
                     self.awake.set()
+
+    def _end(self) -> None:
+        """End the thread with the program: one that is cut off inside C++ would abort it."""
+        self.ended = True
+        self.awake.set()
+        if self.thread is not None:
+            self.thread.join()
 
 
 poller = Poller()

@@ -119,12 +119,14 @@ class ConvRun:
         dy = torch.randn_like(x.new_empty(self.local.out))
         return x, weight, formatted(dy, last=ways.last), frame
 
-    def alone(self, x: Tensor, weight: Tensor, dy: Tensor, frame: Frame | None) -> None:
-        """Do all of the arithmetic, forward and backward, without any message."""
+    def alone(self, x: Tensor, weight: Tensor, dy: Tensor, frame: Frame | None) -> list[Any]:
+        """Do all the arithmetic, forward and backward, without a message; returns the results."""
         ways, local = self.ways(x, weight), self.local
-        local.forward(ways.forward, x, weight, None, lambda: frame)  # type: ignore[arg-type, return-value]
-        local.data(ways.data, dy, x, weight, frame, lambda outer: None)
-        local.weight(ways.weight, dy, x, weight, frame, bias=False)
+        return [
+            local.forward(ways.forward, x, weight, None, lambda: frame),  # type: ignore[arg-type, return-value]
+            local.data(ways.data, dy, x, weight, frame, lambda outer: None),
+            local.weight(ways.weight, dy, x, weight, frame, bias=False),
+        ]
 
 
 class _Convolve(torch.autograd.Function):
