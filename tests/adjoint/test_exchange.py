@@ -10,8 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from drawing import WORLDS, covers, layouts, many
-from tilewise.comm import Chain, Exchange, Mesh, Posted
-from tilewise.layout import PARTIAL, REPLICA, Axes, Axis, Block, Cover, Layout
+from tilewise.comm import Chain, Convoy, Exchange, Mesh, Posted, posted
+from tilewise.layout import PARTIAL, REPLICA, Axes, Axis, Block, Cover, Layout, Move
 from tilewise.testing import RanksError, assert_adjoint, ranks
 
 SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=4)
@@ -124,9 +124,9 @@ def apart(mesh: Mesh, source: Layout, target: Layout) -> None:
         chain = Chain()
         chain.start()
         if way == "apart":
-            first = Posted.start(exchange, a, chain)
-            second = Posted.start(other, b * b, chain)
-            outs = [posted.finish(tie, chain) for posted, tie in (first, second)]
+            first = Posted.start(Convoy([exchange]), a, chain)
+            second = Posted.start(Convoy([other]), b * b, chain)
+            outs = [start.finish(tie, chain) for start, tie in first + second]
         else:
             outs = [exchange(a, chain), other(b * b, chain)]
         (outs[0] * outs[1]).sum().backward()
@@ -141,3 +141,48 @@ def test_start_and_end_apart(shape: list[int], world: int, data: st.DataObject) 
     source, target = data.draw(layouts(shape, world)), data.draw(layouts(shape, world))
     assume(source != target)
     ranks(world, apart, source, target)
+
+
+def joined(mesh: Mesh, source: Layout, targets: list[Layout], small: int) -> None:
+    """Move one tensor to several layouts at once, and compare with one after the other."""
+    exchanges = [Exchange(mesh, source, target, layer="test") for target in targets]
+    x = torch.arange(float(prod(source.shape)), dtype=torch.float64).reshape(source.shape)
+    found: list[list[torch.Tensor]] = []
+    sent: list[list[tuple[tuple[int, ...], int]]] = []
+    for at_once in (True, False):
+        slab = x[source.slab(mesh.rank)].clone().requires_grad_()
+        chain = Chain()
+        chain.start()
+        with mesh.trace.record() as events:
+            if at_once:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(posted, "SMALL", small)
+                    started = Posted.start(Convoy(exchanges), slab, chain)
+                outs = [start.finish(tie, chain) for start, tie in started]
+            else:
+                outs = [exchange(slab, chain) for exchange in exchanges]
+        weights = [float(place + 1) * out.detach() for place, out in enumerate(outs)]
+        sum((out * weight).sum() for out, weight in zip(outs, weights)).backward()
+        found.append([*outs, slab.grad])
+        sent.append([(e.ranks, e.bytes // 8) for e in events if e.operation == "send"])
+    for left, right in zip(*found):
+        assert torch.equal(left, right)
+    together, single = sent
+    for peer in range(mesh.size):
+        sizes = [elements for ranks, elements in single if ranks == (peer,)]
+        few = [elements for elements in sizes if elements <= small]
+        large = [elements for elements in sizes if elements > small]
+        one = [sum(few)] if few else []
+        assert sorted(e for ranks, e in together if ranks == (peer,)) == sorted(one + large)
+
+
+@many(40)
+@given(SHAPES, st.sampled_from(WORLDS), st.sampled_from((0, 4, 10_000)), st.data())
+def test_small_messages_of_moves_that_start_at_once_travel_as_one(
+    shape: list[int], world: int, small: int, data: st.DataObject
+) -> None:
+    source = data.draw(layouts(shape, world))
+    drawn = [data.draw(layouts(shape, world)) for _ in range(3)]
+    targets = [to for to in drawn if not Move(Cover.of(source), Cover.of(to)).local]
+    assume(len(targets) > 1)
+    ranks(world, joined, source, targets, small)

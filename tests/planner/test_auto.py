@@ -230,9 +230,10 @@ def test_slow_turns_do_not_decide() -> None:
     assert finals.evened([[inf], [inf]]) == [inf, inf]
 
 
-def keep_plans(mesh: Mesh, room: float) -> tuple[int, int]:
+def keep_plans(mesh: Mesh, spare: float) -> tuple[int, int]:
     """Take two turns of two plans; returns how many were made, and how many kept."""
-    kept, captured = finals.Kept(room), graph()
+    captured = graph()
+    kept = finals.Kept.within(spare, net(), captured, 2)
     with mock.patch.object(finals, "ParallelModel", wraps=finals.ParallelModel) as made:
         for degrees in ("1", "n2", "1", "n2"):
             plan = Plan.uniform(captured, degrees)
@@ -240,11 +241,11 @@ def keep_plans(mesh: Mesh, room: float) -> tuple[int, int]:
     return made.call_count, len(kept.steps)
 
 
-def test_plans_are_kept_for_their_next_turn_if_there_is_room() -> None:
+def test_plans_are_kept_for_their_next_turn_if_there_is_room_for_all() -> None:
     one = finals._holds(net(), graph())
     assert one >= 4 * sum(p.numel() * p.element_size() for p in net().parameters())
-    for times, made in ((0, 4), (1, 3), (2, 2)):
-        assert ranks(2, keep_plans, times * one) == [(made, times)] * 2
+    for times, made, kept in ((0, 4, 0), (1, 4, 0), (2, 2, 2)):
+        assert ranks(2, keep_plans, times * one) == [(made, kept)] * 2
 
 
 def learn(mesh: Mesh, folder: str, kept: object) -> tuple[list[str], list[str], str]:

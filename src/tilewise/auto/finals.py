@@ -85,13 +85,19 @@ def contenders(found: Found) -> list[Plan]:
 
 @dataclass
 class Kept:
-    """Plans that are kept between their turns, as long as there is room for what they hold.
+    """Plans between their turns: all of them stay if there is room for all, else none does.
 
-    The room in bytes must be the same on all ranks.
+    One that stays has its memory elsewhere than one that is built anew for its turn, and would take
+    more or less time for that.
     """
 
-    room: float
+    keeps: bool = False
     steps: dict[str, Callable[[], None]] = field(default_factory=dict)
+
+    @classmethod
+    def within(cls, spare: float, model: nn.Module, graph: Graph, plans: int) -> Kept:
+        """Keep so many plans if they hold no more than `spare` bytes, the same on all ranks."""
+        return cls(plans * _holds(model, graph) <= spare)
 
     def clear(self) -> None:
         """Let go of all plans; what they hold goes round in circles."""
@@ -118,8 +124,8 @@ def race(
 ) -> Generator[str, None, list[float]]:
     """Return the seconds of a step under each plan, known or measured now; yields what runs.
 
-    Infinite for those that did not run: the model refused, or time was up. Plans may keep `spare`
-    bytes between their turns.
+    Infinite for those that did not run: the model refused, or time was up. All plans together may
+    keep `spare` bytes between their turns.
     """
     path = _kept_in(mesh, backend)
     key = f"{head(mesh, device)} {_digest(model, graph, plans)} {optimizer} {rounds}"
@@ -130,7 +136,7 @@ def race(
     left = list(range(len(plans)))
     began = time.monotonic()
     trial = Mesh(mesh.world_ranks)  # so that what only a plan that loses needs is closed again
-    kept = Kept(spare)
+    kept = Kept.within(spare, model, graph, len(plans))
     try:
         for number in range(1, rounds + 1):
             for place, index in enumerate(left, start=1):
@@ -183,20 +189,18 @@ def step_seconds(
     optimizer: str = "momentum",
     kept: Kept | None = None,
 ) -> float:
-    """Return the seconds of a training step on the slowest rank, after a first one that tunes.
+    """Return the seconds of a training step on the slowest rank, after one that is not counted.
 
     Infinite where the model refuses what is drawn for it. The model itself stays as it is.
     """
-    kept = Kept(0.0) if kept is None else kept
+    kept = Kept() if kept is None else kept
     text = plan.to_json()
-    known = kept.steps.get(text)
-    step = known or _step(
+    step = kept.steps.get(text) or _step(
         mesh, ParallelModel(model, graph, plan, mesh).train(), graph, device, optimizer
     )
     times = []
     try:
-        if known is None:
-            step()
+        step()  # tunes, and takes its memory back from the plan before it
         for _ in range(STEPS):
             mesh.agree("auto")
             start = time.perf_counter()
@@ -205,11 +209,9 @@ def step_seconds(
     except Exception as error:
         refusal(error)
         times = [inf]
-    holds = _holds(model, graph)
-    if known is None and holds <= kept.room and isfinite(times[0]):
-        kept.room -= holds
+    if kept.keeps and isfinite(times[0]):
         kept.steps[text] = step
-    del step, known
+    del step
     gc.collect()
     return slowest(mesh, [median(times)])[0]
 

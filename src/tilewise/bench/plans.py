@@ -136,7 +136,7 @@ def measure_plans(
 
     plans, spare = json.loads(told(mesh, listed))
     times: list[list[float]] = [[] for _ in plans]
-    kept = Kept(spare)
+    kept = Kept.within(spare, model, graph, len(plans))
     for number in range(1, rounds + 1):
         for (name, text, _), seconds in zip(plans, times, strict=True):
             yield f"round {number} of {rounds}: {name}"

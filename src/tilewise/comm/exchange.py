@@ -24,6 +24,10 @@ from tilewise.layout import Cover, Layout, Message, Move
 
 HALF = (torch.bfloat16, torch.float16)
 
+Joined = dict[int, tuple[Message, Tensor, Any]]
+"""By peers, parts of messages that are under way with those of other moves."""
+NONE: Joined = {}
+
 
 class Exchange:
     """One move of a tensor among the ranks of a mesh, made ready for this rank.
@@ -106,73 +110,6 @@ class Exchange:
         return out
 
 
-class Posted:
-    """One pass of an exchange that starts when its source is there and ends where it is needed.
-
-    In backward it starts where the gradient is there and ends where that is needed. What `start`
-    returns beside it ties the two ends together for autograd.
-    """
-
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
-        self.forth: Pending | None = None
-        self.back: Pending | None = None
-
-    @classmethod
-    def start(
-        cls, exchange: Exchange, tensor: Tensor, chain: Chain | None
-    ) -> tuple[Posted, Tensor]:
-        """Post all messages."""
-        posted = cls(exchange)
-        tie, token = _Start.apply(tensor, token_of(chain, tensor), posted)
-        hand_on(chain, token)
-        return posted, tie
-
-    def finish(self, tie: Tensor, chain: Chain | None) -> Tensor:
-        """Wait for all messages and return this rank's part of the target; call it once."""
-        out: Tensor
-        out, token = _Finish.apply(tie, token_of(chain, tie), self)
-        hand_on(chain, token)
-        return out
-
-
-class _Start(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, token: Tensor | None, posted: Posted
-    ) -> tuple[Tensor, Tensor | None]:
-        ctx.posted = posted
-        posted.forth = posted.exchange.start(tensor)
-        return tensor.new_empty(0), take(ctx, token, 1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor, token: Tensor | None) -> tuple[Any, ...]:
-        pending, ctx.posted.back = ctx.posted.back, None
-        # without: nothing that backward passes depends on what was moved, on any rank
-        return None if pending is None else pending.finish(), token, None
-
-
-class _Finish(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tie: Tensor, token: Tensor | None, posted: Posted
-    ) -> tuple[Tensor, Tensor | None]:
-        ctx.posted = posted
-        pending, posted.forth = posted.forth, None
-        assert pending is not None
-        return pending.finish(), take(ctx, token, 1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, token: Tensor | None) -> tuple[Any, ...]:
-        start = ctx.next_functions[0][0]
-        if start is None or not torch._C._will_engine_execute_node(start):
-            return None, token, None  # nobody asks for the gradient of what was moved, on any rank
-        ctx.posted.back = ctx.posted.exchange.start_adjoint(grad)
-        return grad.new_empty(0), token, None
-
-
 class _ExchangeFunction(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -250,7 +187,10 @@ class _Way:
             return prod(self.in_shape) if self.group.size > 1 else 0
         return sum(packet.elements for packet in self.sends)
 
-    def start(self, tensor: Tensor | Frame) -> Pending:
+    def start(
+        self, tensor: Tensor | Frame, arriving: Joined = NONE, leaving: Joined = NONE
+    ) -> Pending:
+        """Start all messages but those, by peers, that travel with others."""
         if isinstance(tensor, Frame):
             return self._post(tensor, tensor.like.new_empty(0))
         if tuple(tensor.shape) != self.in_shape:
@@ -263,11 +203,21 @@ class _Way:
             return Pending(self, tensor)
         if self.group is not None:
             return self._start_sum(tensor, self.group)
-        return self._post(tensor, tensor)
+        return self._post(tensor, tensor, arriving, leaving)
 
-    def _post(self, source: Tensor | Frame, like: Tensor) -> Pending:
-        """Start all messages; `like` says of which kind the values are."""
-        tag = self.tag * KINDS + _KIND.get(like.dtype, KINDS - 1)
+    def tagged(self, like: Tensor) -> int:
+        """Return the tag of messages with values of that kind."""
+        return self.tag * KINDS + _KIND.get(like.dtype, KINDS - 1)
+
+    def _post(
+        self,
+        source: Tensor | Frame,
+        like: Tensor,
+        arriving: Joined = NONE,
+        leaving: Joined = NONE,
+    ) -> Pending:
+        """Start all messages that are not under way; `like` says of which kind the values are."""
+        tag = self.tagged(like)
         incoming: list[tuple[Message, Tensor | None, Any]] = []
         outgoing: list[tuple[Message, Tensor, Any]] = []
         with self.mesh.together(layer=self.layer):
@@ -275,11 +225,17 @@ class _Way:
                 if message.peer == self.mesh.rank:
                     incoming.append((message, None, None))
                     continue
+                if message.peer in arriving:
+                    incoming.append(arriving[message.peer])
+                    continue
                 buffer = like.new_empty(message.elements)
                 work = self.mesh.receive(buffer, message.peer, tag=tag, layer=self.layer)
                 incoming.append((message, buffer, work))
             for message in self.sends:
-                buffer = _pack(source, message)
+                if message.peer in leaving:
+                    outgoing.append(leaving[message.peer])
+                    continue
+                buffer = pack(source, message)
                 work = self.mesh.send(buffer, message.peer, tag=tag, layer=self.layer)
                 outgoing.append((message, buffer, work))
         return Pending(self, like, incoming, outgoing)
@@ -392,7 +348,7 @@ def _allocate(like: Tensor, way: _Way) -> Tensor:
     return out
 
 
-def _pack(tensor: Tensor | Frame, message: Message) -> Tensor:
+def pack(tensor: Tensor | Frame, message: Message) -> Tensor:
     read = tensor.read if isinstance(tensor, Frame) else tensor.__getitem__
     parts = [read(transfer.source).reshape(-1) for transfer in message.transfers]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)

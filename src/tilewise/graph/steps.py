@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.comm import Chain, Exchange, Mesh, Posted
+from tilewise.comm import Chain, Convoy, Exchange, Mesh, Posted
 from tilewise.errors import PlanError
 from tilewise.graph.graph import Node, Value, values_in
 from tilewise.graph.held import Held, at_rest
@@ -52,12 +52,12 @@ class WriteBack:
 
 @dataclass
 class Early:
-    """The start of a move that ends later."""
+    """The start of moves of one tensor that end later."""
 
-    exchange: Exchange
+    convoy: Convoy
 
     def __call__(self, tensor: Tensor, chain: Chain) -> tuple[Any, ...]:
-        return (Posted.start(self.exchange, tensor, chain),)
+        return Posted.start(self.convoy, tensor, chain)
 
 
 class Arrive:
@@ -99,7 +99,7 @@ class Steps:
         self.steps: list[Step] = []
         self.uses: list[Use] = []
         self.slots: dict[Any, int] = {}
-        self.early: dict[int, list[Step]] = {}
+        self.early: dict[int, list[tuple[Exchange, int]]] = {}
         self.makers = program.producers()
         for value in program.inputs:
             self._slot(value)
@@ -224,8 +224,7 @@ class Steps:
             exchange = Exchange(self.mesh, source, cover, layer=node.name, fill=fill)
             if self._waits(slot, again) and not exchange.forth.still:
                 under_way = self._slot((key, "under way"))
-                start = Step(Early(exchange), node.name, [("slot", slot)], [under_way])
-                self.early.setdefault(slot, []).append(start)
+                self.early.setdefault(slot, []).append((exchange, under_way))
                 step = Step(Arrive(), node.name, [("slot", under_way)], [self._slot(key)])
             else:
                 made = [self._slot(key)]
@@ -234,14 +233,21 @@ class Steps:
         return self.slots[key]
 
     def _in_order(self) -> list[Step]:
-        """Return all steps, the start of each move right behind the making of its source."""
+        """Return all steps, the start of moves right behind the making of their source."""
         given = range(len(self.planned.program.inputs))
-        found = [step for slot in given for step in self.early.get(slot, ())]
+        found = [step for slot in given for step in self._starts(slot)]
         for step in self.steps:
             found.append(step)
             for slot in step.outputs:
-                found += self.early.get(slot, ())
+                found += self._starts(slot)
         return found
+
+    def _starts(self, slot: int) -> list[Step]:
+        if slot not in self.early:
+            return []
+        exchanges, under_way = zip(*self.early[slot])
+        convoy = Convoy(exchanges)
+        return [Step(Early(convoy), exchanges[0].layer, [("slot", slot)], list(under_way))]
 
     def _outputs(self, plan: Plan) -> list[int]:
         """Return the slots of the outputs, brought to where they are handed out."""

@@ -69,8 +69,8 @@ class SimulatedMesh(SilentMesh):
             if isinstance(step.run, Bound):
                 self._learn_bound(step.run, [where == "held" for where, _ in step.inputs])
             elif isinstance(step.run, Early):
-                exchange = step.run.exchange
-                self._name(exchange, _brought(exchange, Need(exchange.move.target)))
+                for exchange in step.run.convoy.exchanges:
+                    self._name(exchange, _brought(exchange, Need(exchange.move.target)))
             elif not isinstance(step.run, Arrive):
                 run = step.run.exchange if isinstance(step.run, WriteBack) else step.run
                 held = isinstance(step.run, WriteBack) or step.inputs[0][0] == "held"
