@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from drawing import WORLDS, covers, layouts, many
-from tilewise.comm import Chain, Convoy, Exchange, Mesh, Posted, posted
+from tilewise.comm import Chain, Exchange, Mesh, Posted, joint
 from tilewise.layout import PARTIAL, REPLICA, Axes, Axis, Block, Cover, Layout, Move
 from tilewise.testing import RanksError, assert_adjoint, ranks
 
@@ -124,8 +126,8 @@ def apart(mesh: Mesh, source: Layout, target: Layout) -> None:
         chain = Chain()
         chain.start()
         if way == "apart":
-            first = Posted.start(Convoy([exchange]), a, chain)
-            second = Posted.start(Convoy([other]), b * b, chain)
+            first = Posted.start([exchange], a, chain)
+            second = Posted.start([other], b * b, chain)
             outs = [start.finish(tie, chain) for start, tie in first + second]
         else:
             outs = [exchange(a, chain), other(b * b, chain)]
@@ -143,46 +145,64 @@ def test_start_and_end_apart(shape: list[int], world: int, data: st.DataObject) 
     ranks(world, apart, source, target)
 
 
-def joined(mesh: Mesh, source: Layout, targets: list[Layout], small: int) -> None:
-    """Move one tensor to several layouts at once, and compare with one after the other."""
-    exchanges = [Exchange(mesh, source, target, layer="test") for target in targets]
+def joined(mesh: Mesh, source: Layout, targets: list[Cover], small: int, bundles: bool) -> None:
+    """Move one tensor to several covers at once, and compare with one after the other."""
+    mesh.bundles = bundles
+    exchanges = [Exchange(mesh, source, target, layer="test", fill=2.0) for target in targets]
     x = torch.arange(float(prod(source.shape)), dtype=torch.float64).reshape(source.shape)
     found: list[list[torch.Tensor]] = []
-    sent: list[list[tuple[tuple[int, ...], int]]] = []
+    sent: list[list[tuple[int, int]]] = []
+    noted = []
+    start = mesh._start
+
+    def counted(how: Any, buffer: torch.Tensor, peer: int, tag: int) -> Any:
+        work = start(how, buffer, peer, tag)
+        if how is dist.isend and not isinstance(work, joint.Part):
+            sent[-1].append((peer, buffer.numel()))
+        return work
+
     for at_once in (True, False):
         slab = x[source.slab(mesh.rank)].clone().requires_grad_()
         chain = Chain()
         chain.start()
-        with mesh.trace.record() as events:
+        sent.append([])
+        with pytest.MonkeyPatch.context() as patch, mesh.trace.record() as events:
+            patch.setattr(joint, "SMALL_BYTES", 8 * small)
+            patch.setattr(mesh, "_start", counted)
             if at_once:
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(posted, "SMALL", small)
-                    started = Posted.start(Convoy(exchanges), slab, chain)
-                outs = [start.finish(tie, chain) for start, tie in started]
+                started = Posted.start(exchanges, slab, chain)
+                outs = [one.finish(tie, chain) for one, tie in started]
             else:
                 outs = [exchange(slab, chain) for exchange in exchanges]
+        noted.append(sorted((event.layer, event.ranks, event.bytes) for event in events))
         weights = [float(place + 1) * out.detach() for place, out in enumerate(outs)]
         sum((out * weight).sum() for out, weight in zip(outs, weights)).backward()
         found.append([*outs, slab.grad])
-        sent.append([(e.ranks, e.bytes // 8) for e in events if e.operation == "send"])
     for left, right in zip(*found):
         assert torch.equal(left, right)
-    together, single = sent
+    assert noted[0] == noted[1]  # bytes are those of each move
     for peer in range(mesh.size):
-        sizes = [elements for ranks, elements in single if ranks == (peer,)]
-        few = [elements for elements in sizes if elements <= small]
-        large = [elements for elements in sizes if elements > small]
-        one = [sum(few)] if few else []
-        assert sorted(e for ranks, e in together if ranks == (peer,)) == sorted(one + large)
+        together, single = ([size for to, size in one if to == peer] for one in sent)
+        expected: list[int] = []
+        few: list[int] = []
+        for size in single:
+            if size > small:
+                expected.append(size)
+                continue
+            if sum(few) + size > small:
+                expected.append(sum(few))
+                few = []
+            few.append(size)
+        assert sorted(together) == sorted(expected + ([sum(few)] if few else []))
 
 
-@many(40)
-@given(SHAPES, st.sampled_from(WORLDS), st.sampled_from((0, 4, 10_000)), st.data())
+@many(60)
+@given(SHAPES, st.sampled_from(WORLDS[1:]), st.sampled_from((0, 6, 10_000)), st.data())
 def test_small_messages_of_moves_that_start_at_once_travel_as_one(
     shape: list[int], world: int, small: int, data: st.DataObject
 ) -> None:
     source = data.draw(layouts(shape, world))
-    drawn = [data.draw(layouts(shape, world)) for _ in range(3)]
-    targets = [to for to in drawn if not Move(Cover.of(source), Cover.of(to)).local]
+    drawn = [data.draw(covers(shape, world)) for _ in range(3)]
+    targets = [to for to in drawn if not Move(Cover.of(source), to).local]
     assume(len(targets) > 1)
-    ranks(world, joined, source, targets, small)
+    ranks(world, joined, source, targets, small, data.draw(st.booleans()))

@@ -13,7 +13,7 @@ import gc
 import hashlib
 import json
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -99,9 +99,9 @@ class Kept:
         """Keep so many plans if they hold no more than `spare` bytes, the same on all ranks."""
         return cls(plans * _holds(model, graph) <= spare)
 
-    def clear(self) -> None:
-        """Let go of all plans; what they hold goes round in circles."""
-        self.steps.clear()
+    def only(self, texts: Iterable[str]) -> None:
+        """Let go of all other plans; what they hold goes round in circles."""
+        self.steps = {text: self.steps[text] for text in texts if text in self.steps}
         gc.collect()
 
 
@@ -149,10 +149,11 @@ def race(
             now = evened(times)
             best = min(now[i] for i in left)
             left = [i for i in left if now[i] <= BEHIND * best]
+            kept.only(plans[i].to_json() for i in left)
             if late or len(left) < 2 or not isfinite(best):
                 break
     finally:
-        kept.clear()
+        kept.only(())
         trial.close()
     # who left early is judged by few turns, and does not win by them
     found = [one if i in left else max(one, best) for i, one in enumerate(evened(times))]

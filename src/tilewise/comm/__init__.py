@@ -4,9 +4,7 @@ from tilewise.comm.chain import Chain
 from tilewise.comm.exchange import Exchange, Pending
 from tilewise.comm.frame import Frame
 from tilewise.comm.mesh import Group, Mesh
-from tilewise.comm.posted import Convoy, Posted
+from tilewise.comm.posted import Posted
 from tilewise.comm.trace import Event, Trace
 
-__all__ = [
-    "Chain", "Convoy", "Event", "Exchange", "Frame", "Group", "Mesh", "Pending", "Posted", "Trace",
-]  # fmt: skip
+__all__ = ["Chain", "Event", "Exchange", "Frame", "Group", "Mesh", "Pending", "Posted", "Trace"]

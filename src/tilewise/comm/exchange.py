@@ -24,10 +24,6 @@ from tilewise.layout import Cover, Layout, Message, Move
 
 HALF = (torch.bfloat16, torch.float16)
 
-Joined = dict[int, tuple[Message, Tensor, Any]]
-"""By peers, parts of messages that are under way with those of other moves."""
-NONE: Joined = {}
-
 
 class Exchange:
     """One move of a tensor among the ranks of a mesh, made ready for this rank.
@@ -187,10 +183,7 @@ class _Way:
             return prod(self.in_shape) if self.group.size > 1 else 0
         return sum(packet.elements for packet in self.sends)
 
-    def start(
-        self, tensor: Tensor | Frame, arriving: Joined = NONE, leaving: Joined = NONE
-    ) -> Pending:
-        """Start all messages but those, by peers, that travel with others."""
+    def start(self, tensor: Tensor | Frame) -> Pending:
         if isinstance(tensor, Frame):
             return self._post(tensor, tensor.like.new_empty(0))
         if tuple(tensor.shape) != self.in_shape:
@@ -203,21 +196,11 @@ class _Way:
             return Pending(self, tensor)
         if self.group is not None:
             return self._start_sum(tensor, self.group)
-        return self._post(tensor, tensor, arriving, leaving)
+        return self._post(tensor, tensor)
 
-    def tagged(self, like: Tensor) -> int:
-        """Return the tag of messages with values of that kind."""
-        return self.tag * KINDS + _KIND.get(like.dtype, KINDS - 1)
-
-    def _post(
-        self,
-        source: Tensor | Frame,
-        like: Tensor,
-        arriving: Joined = NONE,
-        leaving: Joined = NONE,
-    ) -> Pending:
-        """Start all messages that are not under way; `like` says of which kind the values are."""
-        tag = self.tagged(like)
+    def _post(self, source: Tensor | Frame, like: Tensor) -> Pending:
+        """Start all messages; `like` says of which kind the values are."""
+        tag = self.tag * KINDS + _KIND.get(like.dtype, KINDS - 1)
         incoming: list[tuple[Message, Tensor | None, Any]] = []
         outgoing: list[tuple[Message, Tensor, Any]] = []
         with self.mesh.together(layer=self.layer):
@@ -225,17 +208,11 @@ class _Way:
                 if message.peer == self.mesh.rank:
                     incoming.append((message, None, None))
                     continue
-                if message.peer in arriving:
-                    incoming.append(arriving[message.peer])
-                    continue
                 buffer = like.new_empty(message.elements)
                 work = self.mesh.receive(buffer, message.peer, tag=tag, layer=self.layer)
                 incoming.append((message, buffer, work))
             for message in self.sends:
-                if message.peer in leaving:
-                    outgoing.append(leaving[message.peer])
-                    continue
-                buffer = pack(source, message)
+                buffer = _pack(source, message)
                 work = self.mesh.send(buffer, message.peer, tag=tag, layer=self.layer)
                 outgoing.append((message, buffer, work))
         return Pending(self, like, incoming, outgoing)
@@ -348,7 +325,7 @@ def _allocate(like: Tensor, way: _Way) -> Tensor:
     return out
 
 
-def pack(tensor: Tensor | Frame, message: Message) -> Tensor:
+def _pack(tensor: Tensor | Frame, message: Message) -> Tensor:
     read = tensor.read if isinstance(tensor, Frame) else tensor.__getitem__
     parts = [read(transfer.source).reshape(-1) for transfer in message.transfers]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)

@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 
 from tilewise.comm.clock import Clock
 from tilewise.comm.heap import keep_freed
+from tilewise.comm.joint import Joint
 from tilewise.comm.trace import Trace
 from tilewise.errors import CommError, MismatchError
 
@@ -72,6 +73,7 @@ class Mesh:
     bundles = False
     """Whether the messages of an exchange have to start as one."""
     _bundle: Bundle | None = None
+    _joint: Joint | None = None
 
     def __init__(
         self, ranks: Sequence[int] | None = None, *, timeout: timedelta | None = None
@@ -164,6 +166,18 @@ class Mesh:
         with self._named("send", layer, tuple(range(self.size))):
             bundle.start()
 
+    @contextmanager
+    def joined(self, *, layer: str) -> Iterator[None]:
+        """Let the small messages of a block travel as one to each peer, when the block ends."""
+        self._joint = joint = Joint(dist.isend)
+        try:
+            yield
+        finally:
+            self._joint = None
+        everyone = tuple(range(self.size))
+        with self.together(layer=layer), self._named("send", layer, everyone):
+            joint.start(self._start)
+
     def send(self, buffer: torch.Tensor, peer: int, *, tag: int, layer: str) -> Any:
         """Start sending a contiguous buffer, which must stay untouched until it is waited for."""
         self.trace.add("send", layer, (peer,), buffer.numel() * buffer.element_size())
@@ -176,6 +190,9 @@ class Mesh:
             return self._start(dist.irecv, buffer, peer, tag)
 
     def _start(self, how: Any, buffer: torch.Tensor, peer: int, tag: int) -> Any:
+        part = None if self._joint is None else self._joint.add(how, buffer, peer, tag)
+        if part is not None:
+            return part
         to, group = self.world_ranks[peer], self.group().handle
         if self._bundle is not None:
             return self._bundle.add(dist.P2POp(how, buffer, to, group, tag))

@@ -23,6 +23,7 @@ from torch.distributed import Work
 
 POLL_SECONDS = 0.0005
 SPINS = 2000
+PATIENCE = 5.0  # seconds for the thread to end: a program that fails must come to its end
 
 
 class Request(Work):  # type: ignore[misc]
@@ -78,7 +79,7 @@ class Request(Work):  # type: ignore[misc]
         return True
 
     def is_completed(self) -> bool:
-        return self.done if self.watched else self.test()
+        return self.done if self.watched and not poller.ended else self.test()
 
     def is_success(self) -> bool:
         return self.is_completed() and self._error is None
@@ -121,6 +122,8 @@ class Request(Work):  # type: ignore[misc]
             self._future = torch.futures.Future()
         if self.done:
             self._tell(self._future)
+        elif poller.ended:
+            self.wait()
         elif not self.watched:
             poller.watch(self)
         return self._future
@@ -177,7 +180,7 @@ class Poller:
         self.ended = True
         self.awake.set()
         if self.thread is not None:
-            self.thread.join()
+            self.thread.join(PATIENCE)
 
 
 poller = Poller()

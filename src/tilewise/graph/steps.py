@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.comm import Chain, Convoy, Exchange, Mesh, Posted
+from tilewise.comm import Chain, Exchange, Mesh, Posted
 from tilewise.errors import PlanError
 from tilewise.graph.graph import Node, Value, values_in
 from tilewise.graph.held import Held, at_rest
@@ -54,10 +54,10 @@ class WriteBack:
 class Early:
     """The start of moves of one tensor that end later."""
 
-    convoy: Convoy
+    exchanges: tuple[Exchange, ...]
 
     def __call__(self, tensor: Tensor, chain: Chain) -> tuple[Any, ...]:
-        return Posted.start(self.convoy, tensor, chain)
+        return Posted.start(self.exchanges, tensor, chain)
 
 
 class Arrive:
@@ -246,8 +246,7 @@ class Steps:
         if slot not in self.early:
             return []
         exchanges, under_way = zip(*self.early[slot])
-        convoy = Convoy(exchanges)
-        return [Step(Early(convoy), exchanges[0].layer, [("slot", slot)], list(under_way))]
+        return [Step(Early(exchanges), exchanges[0].layer, [("slot", slot)], list(under_way))]
 
     def _outputs(self, plan: Plan) -> list[int]:
         """Return the slots of the outputs, brought to where they are handed out."""

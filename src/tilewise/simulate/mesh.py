@@ -69,7 +69,7 @@ class SimulatedMesh(SilentMesh):
             if isinstance(step.run, Bound):
                 self._learn_bound(step.run, [where == "held" for where, _ in step.inputs])
             elif isinstance(step.run, Early):
-                for exchange in step.run.convoy.exchanges:
+                for exchange in step.run.exchanges:
                     self._name(exchange, _brought(exchange, Need(exchange.move.target)))
             elif not isinstance(step.run, Arrive):
                 run = step.run.exchange if isinstance(step.run, WriteBack) else step.run
