@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
+from functools import partial
 from math import inf, isfinite
 from pathlib import Path
 from statistics import median
@@ -20,6 +21,7 @@ from torch import Tensor
 from tilewise.auto.tell import hosts, slowest
 from tilewise.comm import Chain, Mesh
 from tilewise.comm.formats import formatted
+from tilewise.comm.heap import steady
 from tilewise.errors import CommError, MismatchError
 from tilewise.graph.formats import Formats
 from tilewise.graph.graph import Value
@@ -184,7 +186,8 @@ def _time(
     if Formats([bound]).choose(leaves):  # as in a network of such layers
         leaves = [leaf if own else _innermost(leaf) for leaf, own in zip(leaves, held)]
     mesh.agree("auto")
-    _once(bound, leaves, held, node.no_grad)  # which also tunes a convolution
+    # which also tunes a convolution
+    steady(partial(_once, bound, leaves, held, node.no_grad), partial(mesh.total, layer="auto"))
     count = _count(mesh, bound, leaves, held, node.no_grad)
     forward, backward = [], []
     for _ in range(BLOCKS):

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tilewise.auto.calls import drawn, head, refusal
 from tilewise.auto.tell import slowest, tell
 from tilewise.comm import Mesh
+from tilewise.comm.heap import steady
 from tilewise.graph.captured import Graph
 from tilewise.graph.parallel import ParallelModel
 from tilewise.graph.runs import no_autocast
@@ -190,7 +191,7 @@ def step_seconds(
     optimizer: str = "momentum",
     kept: Kept | None = None,
 ) -> float:
-    """Return the seconds of a training step on the slowest rank, after one that is not counted.
+    """Return the seconds of a training step on the slowest rank, after some that do not count.
 
     Infinite where the model refuses what is drawn for it. The model itself stays as it is.
     """
@@ -201,7 +202,8 @@ def step_seconds(
     )
     times = []
     try:
-        step()  # tunes, and takes its memory back from the plan before it
+        # tunes, and takes its memory back from the plan before it
+        steady(step, partial(mesh.total, layer="auto"))
         for _ in range(STEPS):
             mesh.agree("auto")
             start = time.perf_counter()

@@ -3,23 +3,32 @@
 glibc maps each block of more than 32 MiB for itself and unmaps it when it is freed, so that every
 step pays for its large tensors page by page again: a third of a training step of CosmoFlow on
 128³. Kept in the heap they cost nothing the second time; the process may hold more than its
-tensors need at once, as gaps between them do not always fit the next one.
+tensors need at once, as gaps between them do not always fit the next one. So the first few steps
+may each take new memory, until there are gaps enough; `steady` waits for that before times count.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 from tilewise.switches import KEEP_MEMORY, switched_on
 
 TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX = -1, -3, -4  # of mallopt(3)
-KEEP = {MMAP_MAX: 0, TRIM_THRESHOLD: 2**31 - 1}
+KEEP = {MMAP_MAX: 0, TRIM_THRESHOLD: -1}  # which is never
 # glibc's own numbers, where it ends up by itself once large blocks were freed.
 RETURN = {MMAP_MAX: 65536, MMAP_THRESHOLD: 32 << 20, TRIM_THRESHOLD: 64 << 20}
+
+MOST_RUNS = 8
+FEW_PAGES = 1024
 
 _kept = False
 
@@ -45,6 +54,23 @@ def freed_returned() -> Iterator[None]:
     finally:
         if kept:
             _kept = _set(KEEP)
+
+
+def steady(run: Callable[[], object], total: Callable[[list[float]], list[float]]) -> None:
+    """Run something until no rank takes more than a little new memory from the system for it.
+
+    `total` adds numbers up over the ranks that run it together.
+    """
+    for _ in range(MOST_RUNS):
+        before = _pages()
+        run()
+        if not total([float(_pages() - before > FEW_PAGES)])[0]:
+            break
+
+
+def _pages() -> int:
+    """Return how many pages of memory the system has given to this process so far."""
+    return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def _set(options: dict[int, int]) -> bool:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from tilewise.graph.graph import Node, Value
 from tilewise.planner.bills import Between, Bill
+from tilewise.planner.cores import on_cores
 from tilewise.planner.cost import Setting
 from tilewise.planner.distinct import distinct_rows
 from tilewise.planner.layouts import Layouts, smallest
@@ -181,9 +182,13 @@ class MoveCosts:
             return moves
         held = np.empty(moves.forward.shape, np.int64)
         step = max(AT_ONCE // max(len(targets), 1), 1)
-        for start in range(0, len(sources), step):
-            some = slice(start, start + step)
-            held[some] = self._held(sources[some], targets, moves.forward[some])
+
+        def work(rows: slice) -> None:
+            for start in range(rows.start, rows.stop, step):
+                some = slice(start, min(start + step, rows.stop))
+                held[some] = self._held(sources[some], targets, moves.forward[some])
+
+        on_cores(work, len(sources), held.size, step)
         return Moves(moves.forward, moves.backward, held)
 
     def seconds(self, sources: Ints, targets: Ints) -> Moves:
@@ -330,14 +335,18 @@ class MoveCosts:
         there = np.empty((len(rows), width if alike is None else len(alike[0])))
         back = np.empty((len(rows), width)) if self.grads else np.zeros((len(rows), width))
         step = max(len(rows) if self.by_rank else AT_ONCE // max(width, 1), 1)
-        for start in range(0, len(rows), step):
-            some = slice(start, start + step)
-            beside = columns[some] if paired else columns
-            few = beside if alike is None else alike[0]
-            there[some] = of(self._between.forth(rows[some], few, paired=paired), rows[some])
-            if self.grads:
-                bill = self._between.back(rows[some], beside, paired=paired, alike=alike)
-                back[some] = of(bill, rows[some])
+
+        def work(every: slice) -> None:
+            for start in range(every.start, every.stop, step):
+                some = slice(start, min(start + step, every.stop))
+                beside = columns[some] if paired else columns
+                few = beside if alike is None else alike[0]
+                there[some] = of(self._between.forth(rows[some], few, paired=paired), rows[some])
+                if self.grads:
+                    bill = self._between.back(rows[some], beside, paired=paired, alike=alike)
+                    back[some] = of(bill, rows[some])
+
+        on_cores(work, len(rows), len(rows) * width, step)
         return there, back, where
 
     def _seconds(self, bill: Bill, rows: Ints) -> Floats:

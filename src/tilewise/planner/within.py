@@ -36,7 +36,7 @@ from tilewise.planner.solve.memory import NONE
 from tilewise.planner.solve.planes import highest
 from tilewise.planner.solve.restrict import mean
 from tilewise.planner.solve.search import TOLERANCE
-from tilewise.planner.solve.solver import NARROWEST, Solver
+from tilewise.planner.solve.solver import Solver
 from tilewise.planner.solve.weights import Weights
 from tilewise.planner.timeline import Moment, Moments, moments, peak_bytes
 
@@ -186,7 +186,7 @@ class Within:
 
     def _raise_bound(self) -> None:
         """Limit ever more moments until bound and best plan meet or time is up."""
-        weights, width, candidates = self.free.weights, NARROWEST, None
+        weights, solver = self.free.weights, None
         self._judge(self.free.choice)
         # the first one in any case: what is said of a limit must know of it
         while self._fuller is not None and self.bound < inf and not (self._some and self._closed):
@@ -198,20 +198,16 @@ class Within:
             if self._left <= 0 or self._closed:
                 break
             seconds = inf if self.best is None else self.best[0]
+            before = solver
             solver = Solver(
-                problem,
-                self.limit,
-                self.deadline,
-                seconds,
-                judge=self._judge,
-                candidates=candidates,
+                problem, self.limit, self.deadline, seconds, judge=self._judge, before=before
             )
-            solver.resume(weights, self.bound, width, self._costs())
-            if candidates is None:
+            solver.resume(weights, self.bound, self._costs())
+            if before is None:
                 solver.descend(self.free.choice)
             solver.solve()
             self.bound = max(self.bound, solver.bound)
-            weights, width, candidates = solver.weights, solver.width, solver.candidates
+            weights = solver.weights
             self._take(problem, weights)
 
     def _take(self, problem: Problem, weights: Weights) -> None:

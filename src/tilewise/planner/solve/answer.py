@@ -10,6 +10,9 @@ from tilewise.planner.solve.memory import InfeasibleError, holders, least_memory
 from tilewise.planner.solve.problem import Problem
 from tilewise.planner.solve.solver import Solution, Solver
 
+LITTLE = 0.125
+"""Which part of the time to spend where the best assignment at first is not worth more."""
+
 
 def solve(
     problem: Problem,
@@ -26,7 +29,8 @@ def solve(
         cap: the most memory; None is no limit.
         time_limit: seconds after which to return the best so far with its gap.
         hints: assignments to start from.
-        worth: says of the best assignment when half of the time is over whether to use the rest.
+        worth: says of the best assignment, at first and when half of the time is over, whether to
+            use the rest; if not at first, then `LITTLE` of it.
 
     Raises:
         InfeasibleError: no assignment fits, or none was found.
@@ -34,10 +38,12 @@ def solve(
     """
     began = time.monotonic()
     solver = Solver(problem, cap, began + time_limit)
-    if worth is not None:
-        solver.deadline = began + time_limit / 2
     problem = solver.problem
     solver.start(hints)
+    if worth is not None and solver.best is not None and not worth(solver.best):
+        solver.shorten(began + LITTLE * time_limit)
+    elif worth is not None:
+        solver.deadline = began + time_limit / 2
     least = None
     if cap is not None and solver.best is None:
         least = least_memory(problem, time_limit / 4, enough=cap)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from tilewise.host import memory_bytes
+from tilewise.planner.cores import on_cores
 from tilewise.planner.solve.problem import Floats, Ints, MoveCost, Moves, Problem
 from tilewise.planner.solve.weights import Weights
 
@@ -29,9 +30,11 @@ class Table:
 
     Only the block `rows` × `columns` is known; outside it a move is taken to cost nothing, which
     keeps every bound a bound. `shares` has a row a consumer: the part of a move to each target
-    label that it pays in bounds; the rows add up to one.
+    label that it pays in bounds; the rows add up to one. `key` is that of the same moves, whatever
+    candidates live.
     """
 
+    key: tuple[int, ...]
     cost: MoveCost
     sources: Ints
     targets: Ints
@@ -48,8 +51,14 @@ class Table:
 
     def weigh(self, weights: Weights, penalty: float) -> Floats:
         """Return the known block's costs as one number each; those of broken ties are infinite."""
-        cost = weights.of_moves(self.moves, self.counts)
-        return np.minimum(cost, penalty, out=cost)
+        found = np.empty(self.moves.forward.shape)
+
+        def work(rows: slice) -> None:
+            cost = weights.of_moves(self.moves.range(rows), self.counts)
+            np.minimum(cost, penalty, out=found[rows])
+
+        on_cores(work, len(found), found.size)
+        return found
 
 
 @dataclass(slots=True)
@@ -72,17 +81,26 @@ class Live:
     """A problem whose candidates are removed as soon as they are proven useless."""
 
     def __init__(
-        self, problem: Problem, entries: int, candidates: Sequence[Ints] | None = None
+        self,
+        problem: Problem,
+        entries: int,
+        candidates: Sequence[Ints] | None = None,
+        before: Live | None = None,
     ) -> None:
-        """Start from some candidates or all, and know about `entries` moves of each tensor."""
+        """Start from some candidates or all, and know about `entries` moves of each tensor.
+
+        With the candidates and moves of `before`, a problem with the same variables, if given.
+        """
         self.problem = problem
-        self.entries = entries
+        self.entries: int = entries if before is None else max(entries, before.entries)
         self.candidates = [np.arange(k) for k in problem.choices]
+        if before is not None:
+            self.candidates = list(before.candidates)
         if candidates is not None:
             self.candidates = list(candidates)
-        self.tables: list[Table] = []
+        self.tables: list[Table] = [] if before is None else before.tables
         self.links: list[Link] = []
-        self._connect([None] * (len(problem.transfers) + len(problem.ties)), None)
+        self._connect(None)
 
     def keep(self, masks: Sequence[np.ndarray], scores: Sequence[Floats] | None = None) -> None:
         """Keep the candidates that `masks` mark; lower `scores` are more worth knowing."""
@@ -90,7 +108,7 @@ class Live:
         if scores is not None:
             scores = [score[mask] for score, mask in zip(scores, masks)]
         if all(len(c) for c in self.candidates):
-            self._connect(list(self.tables), scores)
+            self._connect(scores)
 
     def grow(self, deadline: float) -> bool:
         """Know about more moves from the next time on: all of them, if memory and time allow.
@@ -136,29 +154,30 @@ class Live:
         """Whether all moves between live candidates are known."""
         return all(table.whole for table in self.tables)
 
-    def _connect(self, before: Sequence[Table | None], scores: Sequence[Floats] | None) -> None:
-        """Build tables and links for the live candidates, with what `before` already knows."""
+    def _connect(self, scores: Sequence[Floats] | None) -> None:
+        """Build tables and links for the live candidates, with what is already known."""
+        before = {table.key: table for table in self.tables}
         self.tables, self.links = [], []
         for transfer in self.problem.transfers:
             first = (transfer.source, transfer.leaves)
             seconds = [(c.variable, c.wants) for c in transfer.consumers]
-            known = before[len(self.tables)]
-            self._add(transfer.cost, first, seconds, known, scores, transfer.counts)
+            self._add(transfer.cost, first, seconds, before, scores, transfer.counts)
         for tie in self.problem.ties:
             members = list(zip(tie.variables, tie.labels))
             for first, second in pairwise(members):
-                known = before[len(self.tables)] if len(self.tables) < len(before) else None
-                self._add(self._tied, first, [second], known, scores, (0,) * self.problem.sums)
+                self._add(_tied, first, [second], before, scores, (0,) * self.problem.sums)
 
     def _add(
         self,
         cost: MoveCost,
         first: tuple[int, Ints],
         seconds: list[tuple[int, Ints]],
-        before: Table | None,
+        known: Mapping[tuple[int, ...], Table],
         scores: Sequence[Floats] | None,
         counts: tuple[int, ...],
     ) -> None:
+        key = tuple(map(id, (cost, first[1], *(labels for _, labels in seconds))))
+        before = known.get(key)
         leaves = first[1][self.candidates[first[0]]]
         wants = [labels[self.candidates[variable]] for variable, labels in seconds]
         sources, targets = np.unique(leaves), np.unique(np.concatenate(wants))
@@ -189,12 +208,14 @@ class Live:
                 rows = np.union1d(rows, _common(sources, before.sources[before.rows]))
                 columns = np.union1d(columns, _common(targets, before.targets[before.columns]))
         moves = _moves(cost, sources[rows], targets[columns], before)
-        self.tables.append(Table(cost, sources, targets, rows, columns, moves, shares, counts))
+        self.tables.append(Table(key, cost, sources, targets, rows, columns, moves, shares, counts))
 
-    def _tied(self, first: Ints, second: Ints) -> Moves:
-        apart = first[:, None] != second[None, :]
-        zero = np.zeros(apart.shape)
-        return Moves(np.where(apart, np.inf, 0.0), zero, zero.astype(np.int64))
+
+def _tied(first: Ints, second: Ints) -> Moves:
+    """Return moves that are free where two candidates agree, and impossible elsewhere."""
+    apart = first[:, None] != second[None, :]
+    zero = np.zeros(apart.shape)
+    return Moves(np.where(apart, np.inf, 0.0), zero, zero.astype(np.int64))
 
 
 def _shares(users: Floats, targets: Ints, before: Table | None) -> Floats:

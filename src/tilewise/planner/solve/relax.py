@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from tilewise.planner.cores import on_cores
 from tilewise.planner.solve.live import Link, Live, Table
 from tilewise.planner.solve.problem import Floats
 from tilewise.planner.solve.weights import Weights
@@ -33,21 +34,35 @@ CHUNK = 1 << 15
 class Relaxation:
     """The weighted sum of a live problem's costs, bounded from below."""
 
-    def __init__(self, live: Live, weights: Weights, penalty: float) -> None:
-        """Start without messages.
+    def __init__(
+        self, live: Live, weights: Weights, penalty: float, before: Relaxation | None = None
+    ) -> None:
+        """Start without messages, or with those of `before`, whose live candidates were these.
 
         Args:
             live: the candidates and moves.
             weights: what the parts of the objective count.
             penalty: seconds that a broken tie costs here; best far above the best time.
+            before: the relaxation of a problem with the same variables and other sums.
         """
         self.live = live
         self.penalty = penalty
         self._sources = [table.sources for table in live.tables]
         self._targets = [table.targets for table in live.tables]
-        self._to_first = [np.zeros(len(self._sources[link.table])) for link in live.links]
-        self._to_second = [np.zeros(len(self._targets[link.table])) for link in live.links]
+        known = {} if before is None else dict(before._by_link())
+        self._to_first, self._to_second = [], []
+        for link in live.links:
+            table = live.tables[link.table]
+            nothing = np.zeros(len(table.sources)), np.zeros(len(table.targets))
+            to_first, to_second = known.get((table.key, link.second), nothing)
+            self._to_first.append(to_first)
+            self._to_second.append(to_second)
         self.reweigh(weights)
+
+    def _by_link(self) -> Iterator[tuple[tuple[tuple[int, ...], int], tuple[Floats, Floats]]]:
+        """Yield the messages of each link, with what tells links apart."""
+        for k, link in enumerate(self.live.links):
+            yield (self.live.tables[link.table].key, link.second), self.messages(k)
 
     def reweigh(self, weights: Weights) -> None:
         """Take new weights, and what became of the live candidates; messages stay useful."""
@@ -295,32 +310,42 @@ def _lowest(cost: Floats, labels: np.ndarray, count: int) -> Floats:
 
 def _least_down(table: Floats, share: Floats, offer: Floats) -> Floats:
     """Return the least of each column of a table, of which a share counts, plus offers by row."""
-    least = np.full(table.shape[1], np.inf)
-    for some, part in _blocks(table, share):
-        part += offer[some, None]
-        np.minimum(least, part.min(0, initial=np.inf), out=least)
-    return least
+    found: list[Floats] = []
+
+    def work(rows: slice) -> None:
+        least = np.full(table.shape[1], np.inf)
+        for some, part in _blocks(table, share, rows):
+            part += offer[some, None]
+            np.minimum(least, part.min(0, initial=np.inf), out=least)
+        found.append(least)
+
+    on_cores(work, len(table), table.size)
+    return np.asarray(np.minimum.reduce(found))
 
 
 def _least_across(table: Floats, share: Floats, offer: Floats) -> Floats:
     """Return the least of each row of a table, of which a share counts, plus offers by column."""
     least = np.empty(len(table))
-    for some, part in _blocks(table, share):
-        part += offer
-        least[some] = part.min(1, initial=np.inf)
+
+    def work(rows: slice) -> None:
+        for some, part in _blocks(table, share, rows):
+            part += offer
+            least[some] = part.min(1, initial=np.inf)
+
+    on_cores(work, len(table), table.size)
     return least
 
 
-def _blocks(table: Floats, share: Floats) -> Iterator[tuple[slice, Floats]]:
+def _blocks(table: Floats, share: Floats, rows: slice) -> Iterator[tuple[slice, Floats]]:
     """Yield a share of each column of a table, in copies of some rows that stay in the cache."""
     scaled = bool((share != 1.0).any())
     step = max(CHUNK // max(table.shape[1], 1), 1)
     buffer = np.empty((min(step, len(table)), table.shape[1]))
-    for begin in range(0, len(table), step):
-        rows = table[begin : begin + step]
-        part = buffer[: len(rows)]
+    for begin in range(rows.start, rows.stop, step):
+        some = slice(begin, min(begin + step, rows.stop))
+        part = buffer[: some.stop - begin]
         if scaled:
-            np.multiply(rows, share, out=part)
+            np.multiply(table[some], share, out=part)
         else:
-            part[:] = rows
-        yield slice(begin, begin + len(rows)), part
+            part[:] = table[some]
+        yield some, part

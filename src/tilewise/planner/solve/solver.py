@@ -20,7 +20,7 @@ from tilewise.planner.solve.descend import Descent
 from tilewise.planner.solve.evaluate import Cost, evaluate
 from tilewise.planner.solve.known import know
 from tilewise.planner.solve.live import Live
-from tilewise.planner.solve.problem import Floats, Ints, Problem
+from tilewise.planner.solve.problem import Floats, Problem
 from tilewise.planner.solve.relax import Relaxation
 from tilewise.planner.solve.search import TOLERANCE, Search
 from tilewise.planner.solve.terms import WORK, Terms
@@ -76,7 +76,8 @@ class Solver:
         limit: seconds.
         judge: says whether an assignment is allowed, beyond what the problem knows of it, or None:
             it is not, and the problem should know why before it is solved. Then solving ends.
-        candidates: those of each variable to choose from; all, if not given.
+        before: one of the same variables with fewer sums, to begin with what it knows: candidates,
+            moves and messages.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Solver:
         limit: float = np.inf,
         *,
         judge: Callable[[tuple[int, ...]], bool | None] | None = None,
-        candidates: Sequence[Ints] | None = None,
+        before: Solver | None = None,
     ) -> None:
         self.began = time.monotonic()
         self.problem = problem = know(problem)
@@ -97,13 +98,14 @@ class Solver:
         self.best: tuple[int, ...] | None = None
         self.cost: Cost | None = None
         self.bound = 0.0
-        self.width = NARROWEST
+        self.width: int = NARROWEST if before is None else before.width
         self.weights = Weights()
         self.statistics: dict[str, float] = {"rounds": 0, "exact": 0, "searches": 0, "width": 0}
         self.ended = False
         self._judge = judge
-        self._live = Live(problem, ENTRIES, candidates)
-        self._relaxation = Relaxation(self._live, Weights(), self._penalty())
+        known = None if before is None else before._relaxation
+        self._live: Live = Live(problem, ENTRIES, before=None if before is None else before._live)
+        self._relaxation: Relaxation = Relaxation(self._live, Weights(), self._penalty(), known)
         self._descent = Descent(problem, cap)
         self._cuts = Cuts(cap)
         self._descended: set[tuple[int, ...]] = set()
@@ -125,10 +127,9 @@ class Solver:
         """Whether time is up, or the problem lacks something."""
         return self.ended or time.monotonic() > self.deadline
 
-    @property
-    def candidates(self) -> list[Ints]:
-        """Those that may be part of an assignment that is faster than the best one."""
-        return self._live.candidates
+    def shorten(self, deadline: float) -> None:
+        """Stop earlier, and take no step that is too large for that."""
+        self.deadline = self._end = deadline
 
     def offer(self, choice: Sequence[int], *, least: bool = False) -> Cost | None:
         """Take an assignment if it is the best so far; return its cost if it keeps all ties.
@@ -171,14 +172,11 @@ class Solver:
         if first is not None:
             self.descend(first)
 
-    def resume(self, weights: Weights, bound: float, width: int, costs: Iterable[Cost]) -> None:
-        """Begin near weights that gave a good bound, with what assignments cost that were seen.
-
-        `width` is how many partial assignments were kept at last.
-        """
+    def resume(self, weights: Weights, bound: float, costs: Iterable[Cost]) -> None:
+        """Begin near weights that gave a good bound, with what assignments cost that were seen."""
         for cost in costs:
             self._cuts.add(cost, self._floor())
-        self.weights, self.bound, self.width = weights, bound, width
+        self.weights, self.bound = weights, bound
         self._relaxation.reweigh(weights.toward(self._cuts.best(), PART))
 
     def solve(self) -> None:
