@@ -15,10 +15,3 @@ def memory_bytes() -> int:
         text = CGROUP.read_text().strip()
         total = min(total, int(text)) if text.isdigit() else total
     return total
-
-
-def cores() -> int:
-    """Return how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

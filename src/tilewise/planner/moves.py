@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from tilewise.graph.graph import Node, Value
 from tilewise.planner.bills import Between, Bill
-from tilewise.planner.cores import on_cores
 from tilewise.planner.cost import Setting
 from tilewise.planner.distinct import distinct_rows
 from tilewise.planner.layouts import Layouts, smallest
@@ -172,7 +171,9 @@ class MoveCosts:
 
     def copies_kept(self, sources: Ints, holds: Ints) -> Ints:
         """Return the bytes that stay of copies, by labels among `leaves` and `holds`."""
-        held = self(sources, holds % self.nothing).held
+        rows, columns = sources % len(self.sources), holds % len(self.targets)
+        moved = self._looked_up(self._seconds, rows, columns, both=False)[0]
+        held = self._all_held(sources, holds % self.nothing, moved)
         return np.where(holds == self.nothing, 0, held)
 
     def __call__(self, sources: Ints, targets: Ints) -> Moves:
@@ -180,16 +181,17 @@ class MoveCosts:
         moves = self.seconds(sources, targets)
         if not self.keeps_copies:
             return moves
-        held = np.empty(moves.forward.shape, np.int64)
-        step = max(AT_ONCE // max(len(targets), 1), 1)
-
-        def work(rows: slice) -> None:
-            for start in range(rows.start, rows.stop, step):
-                some = slice(start, min(start + step, rows.stop))
-                held[some] = self._held(sources[some], targets, moves.forward[some])
-
-        on_cores(work, len(sources), held.size, step)
+        held = self._all_held(sources, targets, moves.forward)
         return Moves(moves.forward, moves.backward, held)
+
+    def _all_held(self, sources: Ints, targets: Ints, forward: Floats) -> Ints:
+        """Return the bytes that moved copies keep, of as many at once as stay in the cache."""
+        held = np.empty(forward.shape, np.int64)
+        step = max(AT_ONCE // max(len(targets), 1), 1)
+        for start in range(0, len(sources), step):
+            some = slice(start, start + step)
+            held[some] = self._held(sources[some], targets, forward[some])
+        return held
 
     def seconds(self, sources: Ints, targets: Ints) -> Moves:
         """Return tables of shape (sources, targets), without the bytes that copies hold."""
@@ -203,7 +205,7 @@ class MoveCosts:
         return Moves.holding_nothing(forward, backward)
 
     def _held(self, sources: Ints, targets: Ints, forward: Floats) -> Floats:
-        """Return the bytes that moved copies keep; those there take `forward` seconds."""
+        """Return the bytes that moved copies keep; `forward` is zero where nothing moves."""
         gone, rows = np.divmod(sources, len(self.sources))
         again, columns = np.divmod(targets, len(self.targets))
         held = np.where((forward > 0) | (gone[:, None] > 0), self.held[columns], 0.0)
@@ -261,7 +263,9 @@ class MoveCosts:
         """Return the moves from each of some rows to the row beside it, by themselves."""
         first, where = distinct_rows(np.stack([sources, targets], 1))
         some, others = sources[first], targets[first]
-        forward, backward, _ = self._each(self._seconds, some, others, paired=True)
+        forward, backward, _ = self._each(
+            self._seconds, some, others, grads=self.grads, paired=True
+        )
         return Moves(forward[where, 0], backward[where, 0], np.zeros(len(where), np.int64))
 
     def _apart(self, rows: Ints, columns: Ints) -> Bools | None:
@@ -290,11 +294,15 @@ class MoveCosts:
             found.append((here, there, (wants == 1) | (alike & (parts % wants == 0))))
         return found
 
-    def _looked_up(self, of: Of, rows: Ints, columns: Ints) -> Both:
-        """Return something of moves from some rows to some columns."""
-        name = of.__name__
-        if name not in self._whole and (self._many or len(rows) * len(columns) == 1):
-            there, back, where = self._each(of, rows, columns)
+    def _looked_up(self, of: Of, rows: Ints, columns: Ints, *, both: bool = True) -> Both:
+        """Return something of moves from some rows to some columns; if not of `both`, only there.
+
+        Then what is returned of those back means nothing.
+        """
+        # counted rank by rank, a single move takes nearly as long as all, whose bills are kept
+        single = len(rows) * len(columns) == 1 and not (self.by_rank and self._whole)
+        if of.__name__ not in self._whole and (self._many or single):
+            there, back, where = self._each(of, rows, columns, grads=self.grads and both)
             return at_places(there, where, 1), back
         there, back, where = self._table(of)
         some = at_places(there, rows, 0), at_places(back, rows, 0)
@@ -313,7 +321,10 @@ class MoveCosts:
             if key not in known:
                 rows, columns = np.arange(len(self.sources)), np.arange(len(self.targets))
                 few = self.by_rank or len(rows) * len(columns) <= AT_ONCE
-                known[key] = self._billed(of, rows) if few else self._each(of, rows, columns)
+                every = (
+                    self._billed if few else partial(self._each, columns=columns, grads=self.grads)
+                )
+                known[key] = every(of, rows)
             self._whole[name] = known[key]
         return self._whole[name]
 
@@ -326,27 +337,25 @@ class MoveCosts:
         back = of(self._between.every_back, rows) if self.grads else np.zeros(shape)
         return there, back, where
 
-    def _each(self, of: Of, rows: Ints, columns: Ints, *, paired: bool = False) -> Table:
-        """Find something of moves there and back, of as many at once as stay in the cache."""
+    def _each(
+        self, of: Of, rows: Ints, columns: Ints, *, grads: bool, paired: bool = False
+    ) -> Table:
+        """Find something of moves there and, with `grads`, back; as many at once as fit a cache."""
         width = 1 if paired else len(columns)
         # those that differ only in who sums their gradients cost the same on the way there
         alike = None if paired or self.by_rank else self._between.alike(columns)
         where = np.arange(width) if alike is None else alike[1]
         there = np.empty((len(rows), width if alike is None else len(alike[0])))
-        back = np.empty((len(rows), width)) if self.grads else np.zeros((len(rows), width))
+        back = np.empty((len(rows), width)) if grads else np.zeros((len(rows), width))
         step = max(len(rows) if self.by_rank else AT_ONCE // max(width, 1), 1)
-
-        def work(every: slice) -> None:
-            for start in range(every.start, every.stop, step):
-                some = slice(start, min(start + step, every.stop))
-                beside = columns[some] if paired else columns
-                few = beside if alike is None else alike[0]
-                there[some] = of(self._between.forth(rows[some], few, paired=paired), rows[some])
-                if self.grads:
-                    bill = self._between.back(rows[some], beside, paired=paired, alike=alike)
-                    back[some] = of(bill, rows[some])
-
-        on_cores(work, len(rows), len(rows) * width, step)
+        for start in range(0, len(rows), step):
+            some = slice(start, start + step)
+            beside = columns[some] if paired else columns
+            few = beside if alike is None else alike[0]
+            there[some] = of(self._between.forth(rows[some], few, paired=paired), rows[some])
+            if grads:
+                bill = self._between.back(rows[some], beside, paired=paired, alike=alike)
+                back[some] = of(bill, rows[some])
         return there, back, where
 
     def _seconds(self, bill: Bill, rows: Ints) -> Floats:

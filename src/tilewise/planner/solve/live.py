@@ -10,7 +10,6 @@ from itertools import pairwise
 import numpy as np
 
 from tilewise.host import memory_bytes
-from tilewise.planner.cores import on_cores
 from tilewise.planner.solve.problem import Floats, Ints, MoveCost, Moves, Problem
 from tilewise.planner.solve.weights import Weights
 
@@ -51,14 +50,8 @@ class Table:
 
     def weigh(self, weights: Weights, penalty: float) -> Floats:
         """Return the known block's costs as one number each; those of broken ties are infinite."""
-        found = np.empty(self.moves.forward.shape)
-
-        def work(rows: slice) -> None:
-            cost = weights.of_moves(self.moves.range(rows), self.counts)
-            np.minimum(cost, penalty, out=found[rows])
-
-        on_cores(work, len(found), found.size)
-        return found
+        cost = weights.of_moves(self.moves, self.counts)
+        return np.minimum(cost, penalty, out=cost)
 
 
 @dataclass(slots=True)
@@ -148,6 +141,11 @@ class Live:
     def sizes(self) -> list[int]:
         """The number of live candidates of each variable."""
         return [len(c) for c in self.candidates]
+
+    @property
+    def moves(self) -> int:
+        """How many moves are known."""
+        return sum(table.moves.forward.size for table in self.tables)
 
     @property
     def whole(self) -> bool:

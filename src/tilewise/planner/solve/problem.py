@@ -100,10 +100,6 @@ class Moves:
         """Return some rows and columns."""
         return self._of(lambda table: at_places(at_places(table, rows, 0), columns, 1))
 
-    def range(self, rows: slice) -> Moves:
-        """Return a range of rows, where they lie."""
-        return Moves(self.forward[rows], self.backward[rows], self.held[rows])
-
     def beside(self, other: Moves) -> Moves:
         """Return two blocks of the same rows as one."""
         return self._of(lambda mine, theirs: np.concatenate((mine, theirs), 1), other)

@@ -22,7 +22,6 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from tilewise.planner.cores import on_cores
 from tilewise.planner.solve.live import Link, Live, Table
 from tilewise.planner.solve.problem import Floats
 from tilewise.planner.solve.weights import Weights
@@ -310,42 +309,32 @@ def _lowest(cost: Floats, labels: np.ndarray, count: int) -> Floats:
 
 def _least_down(table: Floats, share: Floats, offer: Floats) -> Floats:
     """Return the least of each column of a table, of which a share counts, plus offers by row."""
-    found: list[Floats] = []
-
-    def work(rows: slice) -> None:
-        least = np.full(table.shape[1], np.inf)
-        for some, part in _blocks(table, share, rows):
-            part += offer[some, None]
-            np.minimum(least, part.min(0, initial=np.inf), out=least)
-        found.append(least)
-
-    on_cores(work, len(table), table.size)
-    return np.asarray(np.minimum.reduce(found))
+    least = np.full(table.shape[1], np.inf)
+    for some, part in _blocks(table, share):
+        part += offer[some, None]
+        np.minimum(least, part.min(0, initial=np.inf), out=least)
+    return least
 
 
 def _least_across(table: Floats, share: Floats, offer: Floats) -> Floats:
     """Return the least of each row of a table, of which a share counts, plus offers by column."""
     least = np.empty(len(table))
-
-    def work(rows: slice) -> None:
-        for some, part in _blocks(table, share, rows):
-            part += offer
-            least[some] = part.min(1, initial=np.inf)
-
-    on_cores(work, len(table), table.size)
+    for some, part in _blocks(table, share):
+        part += offer
+        least[some] = part.min(1, initial=np.inf)
     return least
 
 
-def _blocks(table: Floats, share: Floats, rows: slice) -> Iterator[tuple[slice, Floats]]:
+def _blocks(table: Floats, share: Floats) -> Iterator[tuple[slice, Floats]]:
     """Yield a share of each column of a table, in copies of some rows that stay in the cache."""
     scaled = bool((share != 1.0).any())
     step = max(CHUNK // max(table.shape[1], 1), 1)
     buffer = np.empty((min(step, len(table)), table.shape[1]))
-    for begin in range(rows.start, rows.stop, step):
-        some = slice(begin, min(begin + step, rows.stop))
-        part = buffer[: some.stop - begin]
+    for begin in range(0, len(table), step):
+        rows = table[begin : begin + step]
+        part = buffer[: len(rows)]
         if scaled:
-            np.multiply(table[some], share, out=part)
+            np.multiply(rows, share, out=part)
         else:
-            part[:] = table[some]
-        yield some, part
+            part[:] = rows
+        yield slice(begin, begin + len(rows)), part

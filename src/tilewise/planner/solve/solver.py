@@ -20,8 +20,9 @@ from tilewise.planner.solve.descend import Descent
 from tilewise.planner.solve.evaluate import Cost, evaluate
 from tilewise.planner.solve.known import know
 from tilewise.planner.solve.live import Live
-from tilewise.planner.solve.problem import Floats, Problem
+from tilewise.planner.solve.problem import Floats, Ints, Problem
 from tilewise.planner.solve.relax import Relaxation
+from tilewise.planner.solve.restrict import restrict
 from tilewise.planner.solve.search import TOLERANCE, Search
 from tilewise.planner.solve.terms import WORK, Terms
 from tilewise.planner.solve.weights import Cuts, Weights
@@ -34,6 +35,12 @@ NEAR = 0.1
 """Which part of the gap better weights should promise before more than a few are tried."""
 PART = 0.5
 """How far to go from the best weights of several sums to those that may be better."""
+MANY, WORTH = 1 << 23, 0.05
+"""With so many moves, which part of the candidates is worth dropping: all moves are copied then."""
+LEAST_WORK = 8
+"""How many sums of costs an exact minimum looks at for each move, about, at least."""
+FEW, TRYING = 16, 0.1
+"""How many candidates of each variable to try together, and in which part of the time left."""
 HINTS = 2
 """From how many hints to descend."""
 
@@ -111,6 +118,8 @@ class Solver:
         self._descended: set[tuple[int, ...]] = set()
         self._random = np.random.default_rng(0)
         self._exact = False
+        self._grows = True
+        self._lacks = False
 
     @property
     def seconds(self) -> float:
@@ -127,9 +136,15 @@ class Solver:
         """Whether time is up, or the problem lacks something."""
         return self.ended or time.monotonic() > self.deadline
 
+    @property
+    def candidates(self) -> list[Ints]:
+        """Those that may be part of an assignment that is faster than the best one."""
+        return self._live.candidates
+
     def shorten(self, deadline: float) -> None:
-        """Stop earlier, and take no step that is too large for that."""
+        """Stop earlier, and do not come to know more moves: others will."""
         self.deadline = self._end = deadline
+        self._grows = False
 
     def offer(self, choice: Sequence[int], *, least: bool = False) -> Cost | None:
         """Take an assignment if it is the best so far; return its cost if it keeps all ties.
@@ -144,11 +159,17 @@ class Solver:
         self._cuts.add(cost, self._floor())
         fits: bool | None = self.cap is None or cost.peak_bytes <= self.cap
         if self._judge is not None and (least or (fits and cost.seconds < self.seconds)):
-            fits = self._judge(tuple(choice))
+            fits = self._judged(tuple(choice))
             self.ended |= least and fits is None
         if fits and cost.seconds < self.seconds:
             self.best, self.cost = tuple(choice), cost
         return cost
+
+    def _judged(self, choice: tuple[int, ...]) -> bool | None:
+        assert self._judge is not None
+        found = self._judge(choice)
+        self._lacks |= found is None
+        return found
 
     def descend(self, choice: Sequence[int]) -> None:
         """Offer an assignment and what coordinate descent makes of it."""
@@ -199,9 +220,11 @@ class Solver:
             if idle < self._patience():
                 continue
             if not self._live.whole:
-                if not self._live.grow(max(self._end, self.deadline)):
+                if not self._grows or not self._live.grow(max(self._end, self.deadline)):
                     break
                 self._keep([np.ones(k, bool) for k in self._live.sizes])
+            elif self._lacks and not self._exact:
+                self.ended = True  # to look through all that is left takes long: first, know more
             elif not self._search(self.width) and not self.ended:
                 if self.width >= WIDEST:
                     break
@@ -279,11 +302,22 @@ class Solver:
         """Keep live candidates; if some variable has none left, the best is proven best."""
         if self._live.whole and all(mask.all() for mask in masks):
             return True
+        if not self._drop(masks, scores):
+            return False
+        self._relaxation.reweigh(self._relaxation.weights)
+        return True
+
+    def _drop(self, masks: Sequence[np.ndarray], scores: Sequence[Floats] | None = None) -> bool:
+        """Keep live candidates; the relaxation is to be told by weights."""
+        few = all(mask.any() for mask in masks) and self._live.whole
+        if few and self._live.moves > MANY:
+            kept, count = sum(int(mask.sum()) for mask in masks), sum(self._live.sizes)
+            if kept > (1.0 - WORTH) * count:
+                return True  # to leave them out would take longer than they do
         self._live.keep(masks, scores)
         if min(self._live.sizes) == 0:
             self.bound = max(self.bound, self.seconds)
             return False
-        self._relaxation.reweigh(self._relaxation.weights)
         return True
 
     def _round(self) -> bool:
@@ -295,8 +329,10 @@ class Solver:
         if self.closed:
             return False
         self.descend(self._choice(decoded))
+        if self._live.whole and not self._exact:
+            self._try_few(bounds)
         self._live.lean(decoded, 1.5 / (3.0 + self.statistics["rounds"]))
-        if not self._keep([b < self.seconds * (1 - TOLERANCE) for b in bounds], bounds):
+        if not self._drop([b < self.seconds * (1 - TOLERANCE) for b in bounds], bounds):
             return False
         proposed = self._cuts.best()
         if self.problem.sums > 1 and self._cuts.cap is not None:
@@ -307,12 +343,37 @@ class Solver:
         relaxation.reweigh(proposed)
         return proposed != weights
 
+    def _try_few(self, bounds: Sequence[Floats]) -> None:
+        """Look for better assignments among the few candidates of each variable with low bounds.
+
+        Of these there are so few that bounds are exact but for the weights.
+        """
+        few = []
+        for v, (some, low) in enumerate(zip(self._live.candidates, bounds, strict=True)):
+            best = some[np.argsort(low, kind="stable")[:FEW]]
+            few.append(best if self.best is None else np.union1d(best, [self.best[v]]))
+
+        def chosen(places: Sequence[int]) -> tuple[int, ...]:
+            return tuple(int(some[k]) for some, k in zip(few, places, strict=True))
+
+        def allowed(places: tuple[int, ...]) -> bool:
+            return self._judge is None or bool(self._judged(chosen(places)))
+
+        now = time.monotonic()
+        problem = restrict(self.problem, dict(enumerate(few)))
+        until = now + TRYING * (self.deadline - now)
+        inner = Solver(problem, self.cap, until, self.seconds, judge=allowed)
+        inner.resume(self._relaxation.weights, 0.0, ())
+        inner.solve()
+        if inner.best is not None:
+            self.descend(chosen(inner.best))
+
     def _bounds(self) -> tuple[list[Floats], list[int]]:
         """Bound all candidates; return also the places of a good assignment."""
         relaxation = self._relaxation
         if self._live.whole:
-            # with so many moves there is more work than that, and no memory for it
-            small = sum(table.moves.forward.size for table in self._live.tables) <= WORK
+            # with more moves there is more work than that, and perhaps no memory for it
+            small = self._live.moves <= WORK // LEAST_WORK
             terms = Terms(relaxation, relaxation.weights) if small else None
             self._exact = terms is not None and terms.order.work <= WORK
             if terms is not None and self._exact:
