@@ -39,8 +39,9 @@ MANY, WORTH = 1 << 23, 0.05
 """With so many moves, which part of the candidates is worth dropping: all moves are copied then."""
 LEAST_WORK = 8
 """How many sums of costs an exact minimum looks at for each move, about, at least."""
-FEW, TRYING = 16, 0.1
-"""How many candidates of each variable to try together, and in which part of the time left."""
+FEW, TRYING, HEAVY = 16, 0.1, 1 << 24
+"""How many candidates of each variable to try together, in which part of the time left, and how
+many sums an exact minimum of all would have to look at for that to be worth while."""
 HINTS = 2
 """From how many hints to descend."""
 
@@ -117,7 +118,7 @@ class Solver:
         self._cuts = Cuts(cap)
         self._descended: set[tuple[int, ...]] = set()
         self._random = np.random.default_rng(0)
-        self._exact = False
+        self._exact, self._work = False, 0.0
         self._grows = True
         self._lacks = False
 
@@ -329,7 +330,7 @@ class Solver:
         if self.closed:
             return False
         self.descend(self._choice(decoded))
-        if self._live.whole and not self._exact:
+        if self._live.whole and self._work > HEAVY:
             self._try_few(bounds)
         self._live.lean(decoded, 1.5 / (3.0 + self.statistics["rounds"]))
         if not self._drop([b < self.seconds * (1 - TOLERANCE) for b in bounds], bounds):
@@ -375,7 +376,8 @@ class Solver:
             # with more moves there is more work than that, and perhaps no memory for it
             small = self._live.moves <= WORK // LEAST_WORK
             terms = Terms(relaxation, relaxation.weights) if small else None
-            self._exact = terms is not None and terms.order.work <= WORK
+            self._work = np.inf if terms is None else terms.order.work
+            self._exact = self._work <= WORK
             if terms is not None and self._exact:
                 self.statistics["exact"] += 1
                 found = terms.eliminate(self.deadline)
