@@ -6,7 +6,9 @@ import contextlib
 import io
 import os
 import shlex
+import subprocess
 import sys
+from typing import Any
 from unittest import mock
 from unittest.mock import DEFAULT
 
@@ -52,3 +54,19 @@ def finish(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
     except SystemExit as end:
         return int(end.code or 0)
     return 0
+
+
+def run_commands_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a script that starts `python -m tilewise` run the command in this process instead."""
+    start = subprocess.run
+
+    def run(command: Any, **options: Any) -> Any:
+        if command[:3] != [sys.executable, "-m", "tilewise"]:
+            return start(command, **options)
+        with mock.patch.dict(os.environ, options.get("env") or {}):
+            code = finish(shlex.join(["tilewise", *command[3:]]), monkeypatch)
+        if code and options.get("check"):
+            raise subprocess.CalledProcessError(code, command)
+        return subprocess.CompletedProcess(command, code)
+
+    monkeypatch.setattr(subprocess, "run", run)

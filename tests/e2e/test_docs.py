@@ -18,12 +18,15 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
+from unittest.mock import DEFAULT
 
 import pytest
 import torch
 import torch.distributed as dist
 import typer
 
+from measured_here import keep_rates
 from scripts import finish, run_script
 from tilewise import Mesh
 from tilewise.cli.app import app
@@ -50,8 +53,9 @@ if PAGE == "concepts.md":
 else:
     model = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 3, 1))
     x, target = torch.randn(4, 1, 16, 16, 16), torch.randint(3, (4, 16, 16, 16))
-pmodel = tw.parallelize(model, x, plan="n2 h2", loss=F.cross_entropy)
-x_slab, t_slab = pmodel.scatter(x, target)
+if SPLIT:
+    pmodel = tw.parallelize(model, x, plan="n2 h2", loss=F.cross_entropy)
+    x_slab, t_slab = pmodel.scatter(x, target)
 graph, rank = tw.capture(model, x), dist.get_rank()
 """
 
@@ -78,11 +82,14 @@ def run_pages(mesh: Mesh, texts: dict[str, list[str]], folder: str) -> list[str]
     """Run the blocks of each page one after the other on this rank; returns what went wrong."""
     os.chdir(folder)
     errors = []
-    begin, end = dist.init_process_group, dist.destroy_process_group
-    dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None  # type: ignore
-    try:
+    with (
+        mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}),
+        # the ranks have joined already, and stay for the next page
+        mock.patch.multiple(dist, init_process_group=DEFAULT, destroy_process_group=DEFAULT),
+    ):
         for page, some in texts.items():
-            names: dict[str, Any] = {"PAGE": page}
+            split = any(re.search(r"\b(pmodel|x_slab|t_slab)\b", text) for text in some)
+            names: dict[str, Any] = {"PAGE": page, "SPLIT": split}
             exec(GIVEN, names)
             if page in ALONE and mesh.rank:
                 continue
@@ -92,8 +99,6 @@ def run_pages(mesh: Mesh, texts: dict[str, list[str]], folder: str) -> list[str]
                         exec(compile(text, page, "exec"), names)
                 except Exception as error:
                     errors.append(f"{page}: {error!r} in\n{text}")
-    finally:
-        dist.init_process_group, dist.destroy_process_group = begin, end
     return errors
 
 
@@ -103,6 +108,7 @@ def test_snippets_run_on_four_ranks(
     texts = {page: blocks(page, "python") for page in PAGES if page not in ELSEWHERE}
     texts = {page: some for page, some in texts.items() if some}
     assert len(texts) > 8
+    keep_rates(tmp_path, 4)
     for errors in on_four_ranks(pool, run_pages, texts, str(tmp_path)):
         assert not errors, "\n".join(errors)
     assert (tmp_path / "volumes.h5").is_file()

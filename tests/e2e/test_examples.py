@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts import finish, run_on
+from scripts import finish, run_commands_here, run_on
 from tilewise.models import unet3d
 
 ROOT = Path(__file__).parents[2]
@@ -70,15 +71,19 @@ def test_the_demo_finds_all_splits_equal(tmp_path: Path) -> None:
     assert "14 of 14 splits equal one device" in ran.stdout
 
 
-def test_widths_prints_the_test_error_of_each_width(tmp_path: Path) -> None:
-    tiny = "--widths 2 --seeds 0 --epochs 1 --count 8 --held-out 8 --batch 8 --size 16"
-    command = [sys.executable, str(ROOT / "examples" / "widths.py"), *tiny.split(), "--out", "out"]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
-    assert ran.returncode == 0, ran.stderr
-    (error,) = re.findall(r"k = 2, seed 0: test error ([0-9.]+)", ran.stdout)
+def test_widths_prints_the_test_error_of_each_width(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = "--widths 2 --seeds 0 --epochs 1 --count 8 --held-out 8 --batch 8 --size 16 --out out"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["widths.py", *tiny.split()])
+    run_commands_here(monkeypatch)
+    runpy.run_path(str(ROOT / "examples" / "widths.py"), run_name="__main__")
+    shown = capsys.readouterr().out
+    (error,) = re.findall(r"k = 2, seed 0: test error ([0-9.]+)", shown)
     summary = json.loads((tmp_path / "out" / "k2-seed0" / "summary.json").read_text())
     assert float(error) == pytest.approx(1 - summary["test"]["accuracy"], abs=1e-4)
-    assert re.search(rf"│ +2 │ +[0-9,]+ │ +{error} ", ran.stdout)
+    assert re.search(rf"│ +2 │ +[0-9,]+ │ +{error} ", shown)
 
 
 def test_the_readme_trains_and_saves_an_ordinary_state_dict(tmp_path: Path) -> None:

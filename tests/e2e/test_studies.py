@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from scripts import run_commands_here
 from tilewise import data
 from tilewise.data.synthetic.generate import generate
 
@@ -23,7 +24,10 @@ def script(name: str) -> dict[str, Any]:
     return runpy.run_path(str(EXAMPLES / f"{name}.py"))
 
 
-def test_cubes_are_cut_as_sub_volumes_and_judged_as_by_the_run(tmp_path: Path) -> None:
+def test_cubes_are_cut_as_sub_volumes_and_judged_as_by_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_commands_here(monkeypatch)
     study = script("cube_sizes")
     for name, seed in (("train", 0), ("test", 1)):
         generate("cosmology", tmp_path / name, size=16, count=3, seed=seed)
@@ -46,7 +50,10 @@ def test_cubes_are_cut_as_sub_volumes_and_judged_as_by_the_run(tmp_path: Path) -
     assert sum(found["together"]) < sum(found["each"])
 
 
-def test_a_run_on_two_threads_has_the_losses_of_one_device(tmp_path: Path) -> None:
+def test_a_run_on_two_threads_has_the_losses_of_one_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_commands_here(monkeypatch)
     study = script("loss_curves")
     options = Namespace(size=16, width=0.0625, batch=2, steps=2, plans=["n2"], out=tmp_path)
     runs = [study[name] for name in ("ALONE", "THREADS")]

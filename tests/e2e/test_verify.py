@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from measured_here import keep_rates, tilewise_here
+from scripts import finish
 from tilewise.cli import main
 from tilewise.cli.crew import Crew
 from tilewise.cli.verify import verify as verify_command
 from tilewise.comm.pool import Pool
 from tilewise.errors import TilewiseError
 
-COMMAND = [sys.executable, "-m", "tilewise", "verify"]
 NET = """
 import torch
 from torch import nn
@@ -45,20 +44,23 @@ class Odd(Net):
 """
 
 
-def verify(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    (folder / "net.py").write_text(NET)
-    return subprocess.run(
-        [*COMMAND, *arguments], cwd=folder, capture_output=True, text=True, timeout=240
-    )
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a file of models, in which commands run."""
+    (tmp_path / "net.py").write_text(NET)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-def test_json_says_what_was_compared(tmp_path: Path) -> None:
-    ran = verify(
-        "net.py:Net", "--arg", "width=6", "--input", "4x3x9x7", "--ranks", "4",
-        "--plan", "n2 h2", "--steps", "2", "--json", folder=tmp_path,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout)
+@pytest.mark.usefixtures("folder")
+def test_json_says_what_was_compared(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = "net.py:Net --arg width=6 --input 4x3x9x7 --ranks 4 --plan 'n2 h2' --steps 2 --json"
+    code = finish(f"tilewise verify {words}", monkeypatch)
+    shown, said = capfd.readouterr()
+    assert code == 0, said
+    found = json.loads(shown)
     assert found["ok"] is True
     assert found["model"] == "net.py:Net"
     assert (found["plan"], found["ranks"]) == ("n2 h2", 4)
@@ -67,17 +69,18 @@ def test_json_says_what_was_compared(tmp_path: Path) -> None:
     assert found["fallbacks"] == []
     assert found["worst_layer"]
     assert found["seconds"] > 0
-    assert ran.stderr.strip() == ""
+    assert said.strip() == ""
 
 
+@pytest.mark.usefixtures("folder")
 def test_people_get_progress_and_a_table_and_are_told_of_fallbacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
-    ran = verify("net.py:Odd", "--input", "4x3x9x7", "--plan", "h2", "--steps", "1",
-                 folder=tmp_path)  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    shown, said = (re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text) for text in (ran.stdout, ran.stderr))
+    words = "net.py:Odd --input 4x3x9x7 --plan h2 --steps 1"
+    code = finish(f"tilewise verify {words}", monkeypatch)
+    shown, said = (re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text) for text in capfd.readouterr())
+    assert code == 0, said
     assert "param grad" in shown
     assert "equal within 1e-09" in shown
     assert "undivided: #sort has no rule" in shown
@@ -86,6 +89,7 @@ def test_people_get_progress_and_a_table_and_are_told_of_fallbacks(
     assert "no rule" not in said
 
 
+@pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -109,12 +113,9 @@ def test_people_get_progress_and_a_table_and_are_told_of_fallbacks(
 def test_bad_input_is_one_clear_line(
     arguments: tuple[str, ...],
     message: str,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "net.py").write_text(NET)
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["tilewise", "verify", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -134,15 +135,13 @@ def test_bad_input_is_one_clear_line(
     ],
 )
 def test_a_plan_that_does_not_fit_is_found_before_ranks_start(
-    layers: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layers: dict[str, str], message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(crew: Crew) -> Pool:
         raise AssertionError("ranks were started")
 
     monkeypatch.setattr(Crew, "start", start)
-    (tmp_path / "net.py").write_text(NET)
-    (tmp_path / "plan.json").write_text(json.dumps({"format": 1, "layers": layers}))
-    monkeypatch.chdir(tmp_path)
+    (folder / "plan.json").write_text(json.dumps({"format": 1, "layers": layers}))
     with pytest.raises(TilewiseError, match=re.escape(message)):
         verify_command("net.py:Net", ["2x3x8x8"], ranks=2, plan="plan.json")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 from importlib.metadata import PackageNotFoundError
 from math import inf
 from pathlib import Path
@@ -80,6 +81,26 @@ def split(mesh: Mesh, folder: str, memory: str | None) -> tuple[str, int, float]
 def folder(tmp_path: Path) -> str:
     keep_rates(tmp_path, 2, 3)
     return str(tmp_path)
+
+
+def measure_all(mesh: Mesh, folder: str) -> None:
+    """Measure the calls of the network, as any search for it would."""
+    with mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}):
+        exhausted(auto_search(graph(), mesh), lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def all_measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("measured")
+    keep_rates(found, 2)
+    ranks(2, measure_all, str(found))
+    return found
+
+
+@pytest.fixture
+def measured(all_measured: Path, tmp_path: Path) -> str:
+    """A folder for a test of two ranks that is not about measuring calls: they are known."""
+    return str(shutil.copytree(all_measured, tmp_path / "measured"))
 
 
 @pytest.mark.parametrize("devices", [2, 3])
@@ -196,23 +217,23 @@ def try_plans(
 
 
 @pytest.mark.parametrize("fast", ["1", "n2"])
-def test_the_plan_that_runs_fastest_is_taken(folder: str, fast: str) -> None:
-    tried, chosen = ranks(2, try_plans, folder, {fast: 1.0}, 1e9)[0]
+def test_the_plan_that_runs_fastest_is_taken(measured: str, fast: str) -> None:
+    tried, chosen = ranks(2, try_plans, measured, {fast: 1.0}, 1e9)[0]
     assert {"1", "n2"} <= set(tried)
     assert len(tried) == len(set(tried))
     assert chosen == fast
 
 
-def test_plans_that_come_close_run_again(folder: str) -> None:
-    tried, chosen = ranks(2, try_plans, folder, {"1": 1.05, "n2": 1.0}, 1e9)[0]
+def test_plans_that_come_close_run_again(measured: str) -> None:
+    tried, chosen = ranks(2, try_plans, measured, {"1": 1.05, "n2": 1.0}, 1e9)[0]
     assert {one: tried.count(one) for one in tried} == {
         one: 5 if one in ("1", "n2") else 1 for one in tried
     }
     assert chosen == "n2"
 
 
-def test_a_race_ends_in_time(folder: str) -> None:
-    for tried, chosen in ranks(2, try_plans, folder, {}, -1.0):
+def test_a_race_ends_in_time(measured: str) -> None:
+    for tried, chosen in ranks(2, try_plans, measured, {}, -1.0):
         assert len(tried) == 2
         assert tried[0] == chosen
 
@@ -288,8 +309,8 @@ def learn(mesh: Mesh, folder: str, kept: object) -> tuple[list[str], list[str], 
 
 
 @pytest.mark.parametrize("kept", [None, 1, "garbage", [1.0]])
-def test_a_plan_that_was_learned_runs_too_and_nothing_twice(folder: str, kept: object) -> None:
-    for first, second, chosen in ranks(2, learn, folder, kept):
+def test_a_plan_that_was_learned_runs_too_and_nothing_twice(measured: str, kept: object) -> None:
+    for first, second, chosen in ranks(2, learn, measured, kept):
         assert chosen in first
         assert "f2" in chosen
         assert "n2" in chosen
@@ -308,8 +329,8 @@ def all_refuse(mesh: Mesh, folder: str) -> tuple[int, bool]:
     return len({call.args[3].to_json() for call in tried.mock_calls}) - tried.call_count, bool(plan)
 
 
-def test_where_no_plan_runs_each_is_tried_once(folder: str) -> None:
-    assert ranks(2, all_refuse, folder) == [(0, True)] * 2
+def test_where_no_plan_runs_each_is_tried_once(measured: str) -> None:
+    assert ranks(2, all_refuse, measured) == [(0, True)] * 2
 
 
 def short_of_memory(mesh: Mesh, folder: str) -> tuple[str, tuple[str, ...], str]:

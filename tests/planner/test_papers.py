@@ -60,6 +60,7 @@ class Predicted:
         )
 
 
+@cache
 def predict(graph: Graph, degrees: str, optimizer: str = "adam") -> Predicted:
     plan = Plan.uniform(graph, degrees)
     devices = Degrees.parse(degrees).product

@@ -16,13 +16,18 @@ from tilewise.planner.solve import (
     InfeasibleError,
     Problem,
     evaluate,
+    known,
     least_memory,
     price,
     solve,
 )
+from tilewise.planner.solve import solver as solver_module
+from tilewise.planner.solve.live import Live
 from tilewise.planner.solve.planes import highest
+from tilewise.planner.solve.problem import Ints, Moves, Transfer
 from tilewise.planner.solve.restrict import mean
 from tilewise.planner.solve.solver import Solver
+from tilewise.planner.solve.weights import Weights
 
 SEEDS = range(25)
 
@@ -56,9 +61,21 @@ def judge(
     return True if choice in fits else other
 
 
+@pytest.mark.parametrize("much", ["", "HEAVY", "WORK"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_the_problem_does_not_know(seed: int) -> None:
-    """With two of four sums and a judge of all, bounds hold, and so does what is left."""
+def test_what_the_problem_does_not_know(
+    seed: int, much: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two of four sums and a judge of all, bounds hold, and so does what is left.
+
+    Where a minimum is much work, few candidates are tried first; where it is too much, a problem
+    that lacks something ends before all is looked through.
+    """
+    if much:
+        monkeypatch.setattr(solver_module, "FEW", 1)
+        monkeypatch.setattr(solver_module, "HEAVY", -1)
+    if much == "WORK":
+        monkeypatch.setattr(solver_module, "WORK", 0)
     every = random_problem(900 + seed, sums=4)
     variables = tuple(replace(v, held=v.held[:, :2]) for v in every.variables)
     transfers = tuple(replace(t, counts=t.counts[:2]) for t in every.transfers)
@@ -78,6 +95,81 @@ def test_what_the_problem_does_not_know(seed: int) -> None:
             for choice, seconds in fits.items():
                 if seconds < solver.seconds * (1 - 1e-8):
                     assert all(k in few for k, few in zip(choice, solver.candidates))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_solver_goes_on_with_what_another_knows(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fewer sums first: what is left, moves and messages are its, and bounds hold."""
+    monkeypatch.setattr(known, "LARGEST", -1)
+    every = random_problem(900 + seed, sums=4)
+    asked: list[int] = []
+
+    def counted(transfer: Transfer) -> Transfer:
+        def cost(source: Ints, target: Ints) -> Moves:
+            asked.append(len(source) * len(target))
+            return transfer.cost(source, target)
+
+        return replace(transfer, cost=cost)
+
+    every = replace(every, transfers=tuple(map(counted, every.transfers)))
+    variables = tuple(replace(v, held=v.held[:, :2]) for v in every.variables)
+    transfers = tuple(replace(t, counts=t.counts[:2]) for t in every.transfers)
+    some = Problem(variables, transfers, every.ties)
+    costs = all_costs(every)
+    for cap in tight_caps(every):
+        fits = {choice: cost.seconds for choice, cost in costs.items() if cost.peak_bytes <= cap}
+        asked.clear()
+        first = Solver(some, cap, np.inf, judge=partial(judge, fits, None))
+        first.start(())
+        first.solve()
+        best = min(fits.values())
+        if first.closed:
+            assert first.seconds == pytest.approx(best, rel=1e-8)
+            continue
+        assert asked or not every.transfers
+        asked.clear()
+        second = Solver(
+            every, cap, np.inf, first.seconds, judge=partial(judge, fits, False), before=first
+        )
+        assert not asked
+        second.resume(Weights(1.0, (0.0,) * 4), first.bound, ())
+        second.solve()
+        assert second.closed
+        assert second.seconds == pytest.approx(best, rel=1e-8)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_few_candidates_first_and_small_drops_later_change_no_answer(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(solver_module, "HEAVY", -1)
+    monkeypatch.setattr(solver_module, "FEW", 1)
+    monkeypatch.setattr(solver_module, "MANY", -1)
+    monkeypatch.setattr(solver_module, "WORTH", 0.3)
+    problem = random_problem(1300 + seed, sums=2)
+    costs = all_costs(problem)
+    for cap in (None, *tight_caps(problem)):
+        fits = [c.seconds for c in costs.values() if cap is None or c.peak_bytes <= cap]
+        found = solve(problem, cap)
+        assert found.optimal
+        assert found.seconds == pytest.approx(min(fits), rel=1e-8)
+
+
+def test_what_is_not_worth_it_gets_little_time_and_no_more_moves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(solver_module, "ENTRIES", 1)
+    problem = random_problem(7, sums=1)
+    grown = []
+    monkeypatch.setattr(Live, "grow", lambda self, deadline: grown.append(deadline) or False)
+    unworthy = solve(problem, time_limit=600.0, worth=lambda _: False)
+    assert not grown
+    worthy = solve(problem, time_limit=600.0, worth=lambda _: True)
+    assert grown or worthy.optimal
+    best = min(cost.seconds for cost in all_costs(problem).values())
+    assert unworthy.bound <= best <= unworthy.seconds
 
 
 @pytest.mark.parametrize("seed", SEEDS)

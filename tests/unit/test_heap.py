@@ -55,3 +55,32 @@ def test_other_systems_are_left_alone(raised: type[Exception]) -> None:
     with mock.patch("os.confstr", side_effect=raised), mock.patch.object(heap, "_kept", False):
         heap.keep_freed()
         assert not heap._kept
+
+
+@pytest.mark.parametrize(
+    ("pages", "others", "runs"),
+    [
+        ([9000, 5000, 0], [0, 0, 0], 3),
+        ([0], [0], 1),
+        ([0, 0], [1, 0], 2),
+        ([9000] * 50, [0] * 50, 8),
+    ],
+)
+def test_times_count_once_no_rank_takes_new_memory(
+    pages: list[int], others: list[int], runs: int
+) -> None:
+    """Others are ranks that still take some; whoever never stops is not waited for."""
+    taken, ran, beside = 0, 0, iter(others)
+
+    def run() -> None:
+        nonlocal taken, ran
+        taken += pages[ran]
+        ran += 1
+
+    def so_far() -> int:
+        return taken
+
+    kept = mock.patch.object(heap, "_kept", True)
+    with mock.patch.object(heap, "_pages", so_far), kept:
+        heap.steady(run, lambda numbers: [numbers[0] + next(beside)])
+    assert ran == runs

@@ -171,10 +171,10 @@ def evened(times: Sequence[Sequence[float]]) -> list[float]:
     without any time.
     """
     turns = max(map(len, times))
-    steady = [each for each in times if len(each) == turns and isfinite(sum(each))]
-    if not steady:
+    lasting = [each for each in times if len(each) == turns and isfinite(sum(each))]
+    if not lasting:
         return [min(each, default=inf) for each in times]
-    paces = [median(turn) for turn in zip(*steady)]
+    paces = [median(turn) for turn in zip(*lasting)]
     scale = quantiles(paces, n=4, method="inclusive")[0] if turns > 1 else paces[0]
     return [
         scale * median(seconds / pace for seconds, pace in zip(each, paces)) if each else inf

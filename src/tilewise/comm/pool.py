@@ -37,7 +37,8 @@ from typing import Any
 from tilewise.comm.failure import DIED, Failure, is_stopped
 from tilewise.errors import CommError
 
-PRELOAD = ["tilewise", "torch.distributed", "torch._dynamo"]  # once, for all processes
+# Imported once, for all processes; what traces models would be imported by each of them else.
+PRELOAD = ["tilewise", "torch.distributed", "torch._dynamo", "torch.export._trace"]
 GRACE_S = 5.0  # how long the others have to answer once a rank has failed
 TICK_S = 1.0
 

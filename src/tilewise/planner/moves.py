@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -321,10 +321,11 @@ class MoveCosts:
             if key not in known:
                 rows, columns = np.arange(len(self.sources)), np.arange(len(self.targets))
                 few = self.by_rank or len(rows) * len(columns) <= AT_ONCE
-                every = (
-                    self._billed if few else partial(self._each, columns=columns, grads=self.grads)
+                known[key] = (
+                    self._billed(of, rows)
+                    if few
+                    else self._each(of, rows, columns, grads=self.grads)
                 )
-                known[key] = every(of, rows)
             self._whole[name] = known[key]
         return self._whole[name]
 

@@ -108,10 +108,14 @@ class Found:
             return False
 
         timed = self.formulation.timed
-        free = solve(timed, time_limit=self.time_limit, hints=hints, worth=fits)
-        free = replace(free, peak_bytes=evaluate(problem, free.choice).peak_bytes)
-        self.free = free = self._lighter(free)
+        free = self._lighter(solve(timed, time_limit=self.time_limit, hints=hints, worth=fits))
         self.short = not fits(free.choice)
+        left = deadline - time.monotonic()
+        if not (self.short or free.optimal) and left > self.time_limit / 2:
+            # little time went into it, as it did not seem to fit
+            free = self._lighter(solve(timed, time_limit=left, hints=[free.choice, *hints]))
+            self.short = not fits(free.choice)
+        self.free = free = replace(free, peak_bytes=evaluate(problem, free.choice).peak_bytes)
         if not self.short:
             return Limited(Sums(self.formulation), self.memory_bytes, free, problem)
         within = Within(self.formulation, self.memory_bytes, free, deadline)

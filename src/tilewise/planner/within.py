@@ -186,7 +186,8 @@ class Within:
 
     def _raise_bound(self) -> None:
         """Limit ever more moments until bound and best plan meet or time is up."""
-        weights, solver = self.free.weights, None
+        weights = self.free.weights
+        solver: Solver | None = None
         self._judge(self.free.choice)
         # the first one in any case: what is said of a limit must know of it
         while self._fuller is not None and self.bound < inf and not (self._some and self._closed):
@@ -198,12 +199,12 @@ class Within:
             if self._left <= 0 or self._closed:
                 break
             seconds = inf if self.best is None else self.best[0]
-            before = solver
+            first = solver is None
             solver = Solver(
-                problem, self.limit, self.deadline, seconds, judge=self._judge, before=before
+                problem, self.limit, self.deadline, seconds, judge=self._judge, before=solver
             )
             solver.resume(weights, self.bound, self._costs())
-            if before is None:
+            if first:
                 solver.descend(self.free.choice)
             solver.solve()
             self.bound = max(self.bound, solver.bound)

@@ -53,7 +53,7 @@ def solve(
             solver.descend(least.choice)
     solver.solve()
     if worth is not None and not solver.closed and solver.best is not None and worth(solver.best):
-        solver.deadline = began + time_limit
+        solver.lengthen(began + time_limit)
         solver.solve()
     solution = solver.solution()
     if solution is not None:

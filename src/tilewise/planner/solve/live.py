@@ -85,7 +85,7 @@ class Live:
         With the candidates and moves of `before`, a problem with the same variables, if given.
         """
         self.problem = problem
-        self.entries: int = entries if before is None else max(entries, before.entries)
+        self.entries = entries
         self.candidates = [np.arange(k) for k in problem.choices]
         if before is not None:
             self.candidates = list(before.candidates)
@@ -174,7 +174,8 @@ class Live:
         scores: Sequence[Floats] | None,
         counts: tuple[int, ...],
     ) -> None:
-        key = tuple(map(id, (cost, first[1], *(labels for _, labels in seconds))))
+        some = first, *seconds
+        key = (id(cost), *(v for v, _ in some), *(id(labels) for _, labels in some))
         before = known.get(key)
         leaves = first[1][self.candidates[first[0]]]
         wants = [labels[self.candidates[variable]] for variable, labels in seconds]

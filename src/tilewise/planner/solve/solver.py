@@ -37,8 +37,6 @@ PART = 0.5
 """How far to go from the best weights of several sums to those that may be better."""
 MANY, WORTH = 1 << 23, 0.05
 """With so many moves, which part of the candidates is worth dropping: all moves are copied then."""
-LEAST_WORK = 8
-"""How many sums of costs an exact minimum looks at for each move, about, at least."""
 FEW, TRYING, HEAVY = 16, 0.1, 1 << 24
 """How many candidates of each variable to try together, in which part of the time left, and how
 many sums an exact minimum of all would have to look at for that to be worth while."""
@@ -121,6 +119,9 @@ class Solver:
         self._exact, self._work = False, 0.0
         self._grows = True
         self._lacks = False
+        self._low: Sequence[Floats] | None = None
+        self._tried: tuple[bytes, ...] = ()
+        self._too_many = np.inf
 
     @property
     def seconds(self) -> float:
@@ -146,6 +147,11 @@ class Solver:
         """Stop earlier, and do not come to know more moves: others will."""
         self.deadline = self._end = deadline
         self._grows = False
+
+    def lengthen(self, deadline: float) -> None:
+        """Stop later, and come to know more moves again."""
+        self.deadline = self._end = deadline
+        self._grows = True
 
     def offer(self, choice: Sequence[int], *, least: bool = False) -> Cost | None:
         """Take an assignment if it is the best so far; return its cost if it keeps all ties.
@@ -314,7 +320,9 @@ class Solver:
         if few and self._live.moves > MANY:
             kept, count = sum(int(mask.sum()) for mask in masks), sum(self._live.sizes)
             if kept > (1.0 - WORTH) * count:
-                return True  # to leave them out would take longer than they do
+                self._low = scores  # to leave them out now would take longer than they do
+                return True
+        self._low = None
         self._live.keep(masks, scores)
         if min(self._live.sizes) == 0:
             self.bound = max(self.bound, self.seconds)
@@ -329,8 +337,11 @@ class Solver:
         bounds, decoded = self._bounds()
         if self.closed:
             return False
+        if self._low is not None:
+            bounds = [np.maximum(*both) for both in zip(self._low, bounds, strict=True)]
         self.descend(self._choice(decoded))
-        if self._live.whole and self._work > HEAVY:
+        heavy = self._live.whole and self._work > HEAVY and max(self._live.sizes) > FEW + 1
+        if heavy and not self.late:
             self._try_few(bounds)
         self._live.lean(decoded, 1.5 / (3.0 + self.statistics["rounds"]))
         if not self._drop([b < self.seconds * (1 - TOLERANCE) for b in bounds], bounds):
@@ -353,17 +364,22 @@ class Solver:
         for v, (some, low) in enumerate(zip(self._live.candidates, bounds, strict=True)):
             best = some[np.argsort(low, kind="stable")[:FEW]]
             few.append(best if self.best is None else np.union1d(best, [self.best[v]]))
+        tried = tuple(some.tobytes() for some in few)
+        if tried == self._tried:
+            return
+        self._tried = tried
 
         def chosen(places: Sequence[int]) -> tuple[int, ...]:
             return tuple(int(some[k]) for some, k in zip(few, places, strict=True))
 
         def allowed(places: tuple[int, ...]) -> bool:
-            return self._judge is None or bool(self._judged(chosen(places)))
+            return bool(self._judged(chosen(places)))
 
         now = time.monotonic()
         problem = restrict(self.problem, dict(enumerate(few)))
         until = now + TRYING * (self.deadline - now)
-        inner = Solver(problem, self.cap, until, self.seconds, judge=allowed)
+        judge = None if self._judge is None else allowed
+        inner = Solver(problem, self.cap, until, self.seconds, judge=judge)
         inner.resume(self._relaxation.weights, 0.0, ())
         inner.solve()
         if inner.best is not None:
@@ -373,11 +389,14 @@ class Solver:
         """Bound all candidates; return also the places of a good assignment."""
         relaxation = self._relaxation
         if self._live.whole:
-            # with more moves there is more work than that, and perhaps no memory for it
-            small = self._live.moves <= WORK // LEAST_WORK
+            # with so many moves there is more work than that, and no memory for it
+            moves = self._live.moves
+            small = moves <= WORK and moves < self._too_many / 2
             terms = Terms(relaxation, relaxation.weights) if small else None
             self._work = np.inf if terms is None else terms.order.work
             self._exact = self._work <= WORK
+            if small and not self._exact:
+                self._too_many = moves
             if terms is not None and self._exact:
                 self.statistics["exact"] += 1
                 found = terms.eliminate(self.deadline)
