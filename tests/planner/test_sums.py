@@ -55,6 +55,12 @@ def test_the_best_that_keeps_all_sums(seed: int, sums: int) -> None:
     assert caught.value.least.bound <= least <= caught.value.least.peak_bytes
 
 
+def first_two_sums(problem: Problem) -> Problem:
+    variables = tuple(replace(v, held=v.held[:, :2]) for v in problem.variables)
+    transfers = tuple(replace(t, counts=t.counts[:2]) for t in problem.transfers)
+    return Problem(variables, transfers, problem.ties)
+
+
 def judge(
     fits: Collection[tuple[int, ...]], other: bool | None, choice: tuple[int, ...]
 ) -> bool | None:
@@ -77,9 +83,7 @@ def test_what_the_problem_does_not_know(
     if much == "WORK":
         monkeypatch.setattr(solver_module, "WORK", 0)
     every = random_problem(900 + seed, sums=4)
-    variables = tuple(replace(v, held=v.held[:, :2]) for v in every.variables)
-    transfers = tuple(replace(t, counts=t.counts[:2]) for t in every.transfers)
-    some = Problem(variables, transfers, every.ties)
+    some = first_two_sums(every)
     costs = all_costs(every)
     for cap in tight_caps(every):
         fits = {choice: cost.seconds for choice, cost in costs.items() if cost.peak_bytes <= cap}
@@ -114,9 +118,7 @@ def test_a_solver_goes_on_with_what_another_knows(
         return replace(transfer, cost=cost)
 
     every = replace(every, transfers=tuple(map(counted, every.transfers)))
-    variables = tuple(replace(v, held=v.held[:, :2]) for v in every.variables)
-    transfers = tuple(replace(t, counts=t.counts[:2]) for t in every.transfers)
-    some = Problem(variables, transfers, every.ties)
+    some = first_two_sums(every)
     costs = all_costs(every)
     for cap in tight_caps(every):
         fits = {choice: cost.seconds for choice, cost in costs.items() if cost.peak_bytes <= cap}
