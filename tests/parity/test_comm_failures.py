@@ -5,6 +5,8 @@ These ranks are processes of their own with a short timeout, not those of the sh
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import failing_ranks
@@ -14,12 +16,12 @@ EXPECTED = {
     "silent_receive": "receive of conv1: no answer from rank 1 on rank 0",
     "silent_send": "send of conv1: no answer from rank 1 on rank 0",
     "silent_sum": "sum of norm1: no answer from rank 1 on rank 0",
-    "silent_backward": "receive of conv1 (backward): no answer from rank 1 on rank 0",
+    "silent_backward": r"receive of conv1 \(backward\): no answer from rank 1 on rank 0",
     "silent_agree": "agree of plan: no answer from rank 1 on rank 0",
     "another_path": "receive of conv1: no answer from rank 1 on rank 0",
     "another_dtype": "receive of conv1: no answer from rank 1 on rank 0",
     "silent_mesh": "open of mesh: no answer from rank 1 on rank 0",
-    "death": "receive of conv1: no answer from rank 1 on rank 0",
+    "death": "(send|receive) of conv1: no answer from rank 1 on rank 0",  # whichever meets it first
     "death_in_sum": "sum of norm1: no answer from rank 1 on rank 0",
 }
 
@@ -33,5 +35,5 @@ def met(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("scenario", EXPECTED)
 def test_failures_are_named(scenario: str, met: dict[str, str]) -> None:
     text = met[scenario]
-    assert f"CommError: {EXPECTED[scenario]}" in text
+    assert re.search(f"CommError: {EXPECTED[scenario]}", text), text
     assert "the peer died, stopped, or took another path through the model" in text
