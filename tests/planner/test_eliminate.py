@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from random_problems import all_costs, random_problem
 
+from tilewise.planner.solve import eliminate
 from tilewise.planner.solve.eliminate import Elimination, Factor, good_order
 from tilewise.planner.solve.live import Live
 from tilewise.planner.solve.problem import Floats
@@ -47,8 +48,13 @@ def all_sums(costs: list[Floats], factors: list[Factor]) -> Sums:
     }
 
 
+@pytest.mark.parametrize("at_once", [1, 7, eliminate.CHUNK_OF_ALL])
 @pytest.mark.parametrize("in_turn", [True, False])
-def test_least_sum_and_marginals_equal_enumeration(in_turn: bool) -> None:
+def test_least_sum_and_marginals_equal_enumeration(
+    in_turn: bool, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eliminate, "CHUNK", at_once)
+    monkeypatch.setattr(eliminate, "CHUNK_OF_ALL", at_once)
     for seed in SEEDS:
         costs, factors = random_terms(seed)
         sizes = [len(cost) for cost in costs]

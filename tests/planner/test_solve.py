@@ -25,7 +25,6 @@ from tilewise.planner.solve import (
     least_memory,
     price,
     prices,
-    search,
     solve,
     solver,
 )
@@ -279,7 +278,7 @@ def test_no_part_of_the_solver_works_on_after_the_deadline(monkeypatch: pytest.M
     for limit in range(1, 60):
         problem = random_problem(limit % 10)
         clock = Ticking()
-        for module in (descend, eliminate, search, solver):
+        for module in (descend, eliminate, solver):
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
         one = Solver(problem, None, clock.now + limit)
         one.start(())

@@ -2,11 +2,11 @@
 
 The peak is the largest of many sums, one for each moment of a step (see moment.py). The solver
 limits some of them: what it proves of the plans that keep these holds for all whose peak keeps the
-limit. It begins with the moment that is the fullest in the fastest plan of all. Where a plan with
-the least weighted sum of time and bytes, or one that it takes for the best, is above the limit at
-another moment, that one is limited too, and so on; what is proven and which candidates are left
-stay. Only plans whose peak fits count as found. The best of them is returned; it is proven best
-where it is as fast as the bound.
+limit. It begins with the moments that are the fullest in the fastest plan of all and in plans near
+it. Where a plan with the least weighted sum of time and bytes, or one that it takes for the best,
+is above the limit at another moment, that one is limited too, and so on; what is proven and which
+candidates are left stay. Only plans whose peak fits count as found. The best of them is returned;
+it is proven best where it is as fast as the bound.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Within:
         self.bound = free.bound
         self._seen: dict[Choice, tuple[Cost, Moments]] = {}
         self._some: list[Moment] = []
-        self._fuller: Moment | None = None
+        self._fuller: dict[Moment, None] = {}
         self._limited = Limited(self.sums, limit, free, found.problem)
 
     def run(self, hints: Sequence[Choice]) -> Limited:
@@ -117,6 +117,7 @@ class Within:
         began = time.monotonic()
         for choice in hints:
             self._judge(choice)
+        self._fuller.clear()
         self._descend()
         self._raise_bound()
         if self.best is None:
@@ -163,7 +164,7 @@ class Within:
             return True
         if held.fullest in self._some:
             return False
-        self._fuller = held.fullest
+        self._fuller[held.fullest] = None
         return None
 
     def _descend(self) -> None:
@@ -188,13 +189,12 @@ class Within:
         """Limit ever more moments until bound and best plan meet or time is up."""
         weights = self.free.weights
         solver: Solver | None = None
-        self._judge(self.free.choice)
-        # the first one in any case: what is said of a limit must know of it
-        while self._fuller is not None and self.bound < inf and not (self._some and self._closed):
-            self._some.append(self._fuller)
-            self._fuller = None
+        # the first ones in any case: what is said of a limit must know of them
+        while self._fuller and self.bound < inf and not (self._some and self._closed):
+            self._some += self._fuller
+            weights = Weights(weights.overlap, (*weights.byte, *(0.0 for _ in self._fuller)))
+            self._fuller.clear()
             problem = self.sums.problem(self._some, self.limit)
-            weights = Weights(weights.overlap, (*weights.byte, 0.0))
             self._take(problem, weights)
             if self._left <= 0 or self._closed:
                 break

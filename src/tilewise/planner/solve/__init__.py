@@ -6,7 +6,7 @@ from tilewise.planner.solve.evaluate import Cost, evaluate
 from tilewise.planner.solve.memory import InfeasibleError, LeastMemory, least_memory
 from tilewise.planner.solve.pricing import Prices, price, prices
 from tilewise.planner.solve.problem import Consumer, Moves, Problem, Tie, Transfer, Variable
-from tilewise.planner.solve.solver import Solution
+from tilewise.planner.solve.solution import Solution
 
 __all__ = [
     "Consumer",

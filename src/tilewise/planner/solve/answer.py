@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from tilewise.errors import PlanError
 from tilewise.planner.solve.memory import InfeasibleError, holders, least_memory
 from tilewise.planner.solve.problem import Problem
-from tilewise.planner.solve.solver import Solution, Solver
+from tilewise.planner.solve.solution import Solution
+from tilewise.planner.solve.solver import Solver
 
 LITTLE = 0.125
 """Which part of the time to spend where the best assignment at first is not worth more."""

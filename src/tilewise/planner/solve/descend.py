@@ -180,3 +180,21 @@ class Descent:
 def _seconds(sums: Floats) -> Floats:
     """Return the time for forward, backward and sync, in the first rows."""
     return np.asarray(sums[0] + np.maximum(sums[1], sums[2]))
+
+
+def cheapest(problem: Problem) -> list[int] | None:
+    """Return each variable's fastest candidate, among those that ties leave."""
+    chosen: list[int] = []
+    for v, variable in enumerate(problem.variables):
+        cost = variable.forward + np.maximum(variable.backward, variable.sync)
+        for tie in problem.ties:
+            labels = dict(zip(tie.variables, tie.labels))
+            if v not in labels:
+                continue
+            for w, theirs in labels.items():
+                offered = theirs[[chosen[w]]] if w < v else theirs
+                cost = np.where(np.isin(labels[v], offered), cost, np.inf)
+        chosen.append(int(cost.argmin()))
+        if not np.isfinite(cost[chosen[-1]]):
+            return None
+    return chosen

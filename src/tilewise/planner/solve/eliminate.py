@@ -13,7 +13,7 @@ itself: then the sum is a lower bound.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, prod
@@ -24,6 +24,8 @@ from tilewise.planner.solve.problem import Floats, Ints
 
 CHUNK = 1 << 15
 """How many entries to minimise at once: as many as stay in the cache."""
+CHUNK_OF_ALL = 1 << 17
+"""How many entries to look at in several ways at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +108,13 @@ class Bucket:
         self.parents = tuple(
             dict.fromkeys(u for f in factors for u in f.variables if u != variable)
         )
-        self.classes: list[Ints] = []
+        joint: dict[int, Ints] = {}
         first: dict[int, Ints] = {variable: np.arange(len(own))}
         for u in self.parents:
-            joint, first[u] = _joint([_classes(f, u) for f in factors if u in f.variables])
-            self.classes.append(joint)
+            joint[u], first[u] = _joint([_classes(f, u) for f in factors if u in f.variables])
+        # the first parent has most classes, as blocks are made of some of its
+        self.parents = tuple(sorted(self.parents, key=lambda u: -len(first[u])))
+        self.classes = [joint[u] for u in self.parents]
         self._shape = tuple(len(first[u]) for u in self.parents)
         self._first = first
         self.message = self._minimum(deadline)
@@ -192,18 +196,44 @@ class Bucket:
             found.append(values.transpose(axes).reshape(shape))
         return found
 
+    def least(
+        self, above: Floats, factors: Sequence[Factor], deadline: float
+    ) -> tuple[Floats, list[Floats]]:
+        """Return the least entry of each candidate, and of each entry of some of its factors.
+
+        What is `above` is added, by classes of the parents.
+        """
+        scope = (*self.parents, self.variable)
+        own = np.full(len(self.own), np.inf)
+        onto = [_Onto(factor, scope, self._first) for factor in factors]
+        for some, table in self._blocks(CHUNK_OF_ALL, deadline):
+            table = table + above[some][..., None]
+            np.minimum(own, table.min(axis=tuple(range(table.ndim - 1))), out=own)
+            for one in onto:
+                one.take(table, some)
+        return own, [one.values() for one in onto]
+
     def _minimum(self, deadline: float) -> Floats:
+        message = np.empty(self._shape)
+        for some, table in self._blocks(CHUNK, deadline):
+            message[some] = table.min(axis=-1)
+        return message
+
+    def _blocks(self, entries: int, deadline: float) -> Iterator[tuple[slice | tuple[()], Floats]]:
+        """Yield all entries, about so many at once, by places of the first parent.
+
+        Without parents they come together.
+        """
         spread = self._spread
         if not self.parents:
-            return np.asarray(np.sum(spread, axis=0).min(-1))
-        message = np.empty(self._shape)
-        step = max(CHUNK * self._shape[0] // max(self.size, 1), 1)
+            yield (), np.asarray(sum(spread))
+            return
+        step = max(entries * self._shape[0] // max(self.size, 1), 1)
         for begin in range(0, self._shape[0], step):
             in_time(deadline)
             some = slice(begin, begin + step)
             first, *others = (values[some] if len(values) > 1 else values for values in spread)
-            message[some] = sum(others, first).min(axis=-1)
-        return message
+            yield some, np.asarray(sum(others, first))  # some factor has each parent
 
 
 class Elimination:
@@ -283,19 +313,13 @@ class Elimination:
         outside: dict[int, Floats] = {}
         found: list[Floats] = [np.zeros(0)] * len(self.buckets)
         for v in reversed(self.order):
-            in_time(self.deadline)
             (bucket,) = self.buckets[v]
-            table = bucket.table()
-            if bucket.parents:
-                table += outside.pop(v)[..., None]
-                rest = 0.0
-            else:
-                rest = self.least - float(bucket.message)
-            found[v] = table.min(axis=tuple(range(table.ndim - 1))) + rest
-            for factor in bucket.factors:
-                if id(factor) in self._sent:
-                    child, _ = self._sent[id(factor)]
-                    outside[child] = _projected(table, bucket, factor) - factor.values + rest
+            sent = [factor for factor in bucket.factors if id(factor) in self._sent]
+            above = outside.pop(v) if bucket.parents else np.asarray(self.least - bucket.message)
+            found[v], least = bucket.least(above, sent, self.deadline)
+            for factor, values in zip(sent, least, strict=True):
+                child, _ = self._sent[id(factor)]
+                outside[child] = values - factor.values
         return found
 
 
@@ -305,19 +329,43 @@ def in_time(deadline: float) -> None:
         raise TimeoutError("solve: time is up")
 
 
-def _projected(table: Floats, bucket: Bucket, factor: Factor) -> Floats:
-    """Return the least of a bucket's entries by the classes of one of its factors."""
-    scope = (*bucket.parents, bucket.variable)
-    gone = tuple(axis for axis, u in enumerate(scope) if u not in factor.variables)
-    left = [u for u in scope if u in factor.variables]
-    values = table.min(axis=gone) if gone else table
-    for axis, u in enumerate(left):
-        places = _classes(factor, u)[bucket._first[u]]
-        if not np.array_equal(places, np.arange(values.shape[axis])):
-            rank = np.argsort(places, kind="stable")
-            starts = np.flatnonzero(np.diff(places[rank], prepend=-1))
+class _Onto:
+    """The least of a bucket's entries by the classes of one of its factors."""
+
+    def __init__(self, factor: Factor, scope: Sequence[int], first: Mapping[int, Ints]) -> None:
+        self._gone = tuple(axis for axis, u in enumerate(scope) if u not in factor.variables)
+        left = [u for u in scope if u in factor.variables]
+        self._turned = [left.index(u) for u in factor.variables]
+        places = [_classes(factor, u)[first[u]] for u in left]
+        shape = [factor.values.shape[factor.variables.index(u)] for u in left]
+        self._rows = places.pop(0) if left[0] == scope[0] and len(scope) > 1 else None
+        start = 0 if self._rows is None else 1
+        self._groups = [
+            (axis, *_grouped(at))
+            for axis, at in enumerate(places, start)
+            if not np.array_equal(at, np.arange(shape[axis]))
+        ]
+        self._values = np.full(shape, np.inf)
+
+    def take(self, table: Floats, some: slice | tuple[()]) -> None:
+        """Take a block of entries, of some places of the first of all axes."""
+        values = table.min(axis=self._gone) if self._gone else table
+        for axis, rank, starts in self._groups:
             values = np.minimum.reduceat(values.take(rank, axis), starts, axis)
-    return values.transpose([left.index(u) for u in factor.variables])
+        if self._rows is None:
+            np.minimum(self._values, values, out=self._values)
+        else:
+            np.minimum.at(self._values, self._rows[some], values)
+
+    def values(self) -> Floats:
+        """Return what was the least, with the axes of the factor."""
+        return self._values.transpose(self._turned)
+
+
+def _grouped(places: Ints) -> tuple[Ints, Ints]:
+    """Return an order by place, and where each place begins."""
+    rank = np.argsort(places, kind="stable")
+    return rank, np.flatnonzero(np.diff(places[rank], prepend=-1))
 
 
 def _groups(v: int, own: Floats, factors: Sequence[Factor], largest: int) -> list[list[Factor]]:

@@ -14,7 +14,7 @@ from tilewise.planner.solve.known import know
 from tilewise.planner.solve.problem import Problem
 from tilewise.planner.solve.restrict import bytes_for_seconds, mean, restrict
 from tilewise.planner.solve.solver import Solver
-from tilewise.units import size
+from tilewise.units import enough, size
 
 NONE = 1 << 62
 """More bytes than any assignment needs."""
@@ -52,7 +52,7 @@ class InfeasibleError(PlanError):
         self.cap = cap
         self.least = least
         self.holders = tuple(holders)
-        needed = f"{size(least.peak_bytes)} ({least.peak_bytes:,} bytes)"  # what --memory must be
+        needed = f"{enough(least.peak_bytes)} ({least.peak_bytes:,} bytes)"  # what --memory must be
         why = f"{'is' if least.bound > cap else 'seems'} too small: the smallest plan "
         if least.exact:
             why += f"needs {needed}"
@@ -60,14 +60,15 @@ class InfeasibleError(PlanError):
             why += f"found needs {needed}"
             # a proof that nothing fits says no more than that
             only = least.bound == cap + 1
-            certain = f"more than {size(cap)}" if only else f"{size(least.bound)} or more"
+            certain = f"more than {enough(cap)}" if only else f"{enough(least.bound)} or more"
             why += f"; {certain} are needed for certain" if least.bound else ""
-        names = ", ".join(f"{name} ({size(held)})" for name, held in self.holders[:5])
+        most = [(name, held) for name, held in self.holders[:5] if held]
+        names = ", ".join(f"{name} ({size(held)})" for name, held in most)
         way_out = "more devices or a smaller batch"
         if not recompute:
             way_out = "more devices, a smaller batch or recomputation (--recompute, recompute=True)"
         super().__init__(
-            f"plan: memory (={size(cap)}) {why}; most is held by {names}; use {way_out}"
+            f"plan: memory (={enough(cap)}) {why}; most is held by {names}; use {way_out}"
         )
 
 

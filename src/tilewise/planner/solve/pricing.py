@@ -25,7 +25,8 @@ from tilewise.planner.solve.problem import Floats, Ints, Problem
 from tilewise.planner.solve.relax import Relaxation
 from tilewise.planner.solve.restrict import restrict
 from tilewise.planner.solve.search import TOLERANCE
-from tilewise.planner.solve.solver import Solution, Solver
+from tilewise.planner.solve.solution import Solution
+from tilewise.planner.solve.solver import Solver
 from tilewise.planner.solve.together import Together, costs_of
 
 ENTRIES = 1 << 18

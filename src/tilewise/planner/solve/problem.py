@@ -22,6 +22,9 @@ from numpy.typing import ArrayLike, NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+ONE_BY_ONE = 64
+"""How many places of a table to look up one by one at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class Variable:
@@ -98,7 +101,21 @@ class Moves:
 
     def at(self, rows: Ints, columns: Ints) -> Moves:
         """Return some rows and columns."""
-        return self._of(lambda table: at_places(at_places(table, rows, 0), columns, 1))
+
+        def some(table: Any) -> Any:
+            if len(rows) * len(columns) <= ONE_BY_ONE:
+                return table[rows[:, None], columns]
+            return at_places(at_places(table, rows, 0), columns, 1)
+
+        forward, backward = some(self.forward), some(self.backward)
+        if self.hold_nothing:
+            return Moves.holding_nothing(forward, backward)
+        return Moves(forward, backward, some(self.held))
+
+    @property
+    def hold_nothing(self) -> bool:
+        """Whether no move keeps any bytes, and that is known without looking at each."""
+        return self.held.strides == (0, 0) and not self.held[:1, :1].any()
 
     def beside(self, other: Moves) -> Moves:
         """Return two blocks of the same rows as one."""
@@ -112,15 +129,16 @@ class Moves:
         several = (self, *others)
         forward = function(*(one.forward for one in several))
         backward = function(*(one.backward for one in several))
-        if all(one.held.strides == (0, 0) and not one.held[:1, :1].any() for one in several):
+        if all(one.hold_nothing for one in several):
             return Moves.holding_nothing(forward, backward)
         return Moves(forward, backward, function(*(one.held for one in several)))
 
 
 def at_places(table: Any, places: Ints, axis: int) -> Any:
     """Return some places along an axis; the table itself where that is all of them."""
-    every = len(places) == table.shape[axis] and (places[:-1] < places[1:]).all()
-    return table if every else table.take(places, axis)
+    if len(places) == table.shape[axis] and (places[:-1] < places[1:]).all():
+        return table
+    return table.take(places, axis)
 
 
 MoveCost = Callable[[Ints, Ints], Moves]

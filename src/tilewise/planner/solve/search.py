@@ -14,13 +14,12 @@ aside, and the lowest of their bounds limits what is proven.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from tilewise.planner.solve.eliminate import Bucket
+from tilewise.planner.solve.eliminate import Bucket, in_time
 from tilewise.planner.solve.live import Live
 from tilewise.planner.solve.problem import Floats, Ints
 from tilewise.planner.solve.terms import Terms
@@ -31,7 +30,7 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The best complete assignments found (live candidates), and a bound of what was set aside."""
+    """The best complete assignments found (live candidates), and a bound of all that are left."""
 
     choices: Ints
     bound: float
@@ -73,6 +72,8 @@ class _Partial:
 
 CHUNK = 1 << 22
 """The most bounds to compute at once."""
+MOST = 1 << 62
+"""The largest number that tells rows apart."""
 
 
 class Search:
@@ -107,7 +108,10 @@ class Search:
     def run(self, best: float, width: int, deadline: float) -> Found:
         """Look for assignments below `best` seconds.
 
-        After the deadline nothing is found, or TimeoutError raised if the bounds were not ready.
+        After the deadline nothing is found, but the bounds of partial assignments say something.
+
+        Raises:
+            TimeoutError: the deadline was over before there were any.
         """
         nothing = np.zeros((0, len(self._own)), np.int64)
         buckets = [terms.eliminate(deadline) for terms in self.terms]
@@ -120,13 +124,14 @@ class Search:
             np.zeros(1, np.int64),
             np.array([start]),
         )
-        self._aside = np.inf
+        self._aside, self._deadline = np.inf, deadline
         trail: list[tuple[Ints, Ints]] = []
         for turn, v in enumerate(self.order):
-            if time.monotonic() > deadline:
-                return Found(nothing, 0.0)
             seen = self._seen(turn + 1)
-            partial = self._extend(partial, v, [e.buckets[v] for e in buckets], best, 8 * width)
+            try:
+                partial = self._extend(partial, v, [e.buckets[v] for e in buckets], best, 8 * width)
+            except TimeoutError:
+                return Found(nothing, min(self._aside, float(partial.bounds.max(1).min())))
             partial = partial.take(self._undominated(partial, turn, seen))
             partial = partial.take(self._lowest(partial.bounds.max(1), width))
             if not len(partial):
@@ -159,9 +164,7 @@ class Search:
     ) -> _Partial:
         """Add variable v in all ways that stay below the best."""
         limit = best * (1.0 - TOLERANCE)
-        rows, places, first = self._below(partial, v, buckets[0], limit)
-        few = self._lowest(first, width)
-        rows, places, first = rows[few], places[few], first[few]
+        rows, places, first = self._below(partial, v, buckets[0], limit, width)
         longer = partial.take(rows)
         longer.parents = rows
         longer.chosen[v] = places
@@ -181,19 +184,31 @@ class Search:
         return longer.take(ok)
 
     def _below(
-        self, partial: _Partial, v: int, buckets: list[Bucket], limit: float
+        self, partial: _Partial, v: int, buckets: list[Bucket], limit: float, width: int
     ) -> tuple[Ints, Ints, Floats]:
-        """Return rows and candidates of v whose first bound is below a limit, with the bound."""
+        """Return rows and candidates of v whose first bound is below a limit, with the bound.
+
+        Those with the lowest ones, if there are more than `width`.
+        """
         step = max(CHUNK // len(self._burst[v]), 1)
         found: list[tuple[Ints, Ints, Floats]] = []
         for begin in range(0, len(partial), step):
+            in_time(self._deadline)
             some = slice(begin, begin + step)
             chosen = {w: places[some] for w, places in partial.chosen.items()}
             raised = partial.bounds[some, :1] + sum(bucket.rows(chosen) for bucket in buckets)
             rows, places = np.nonzero(raised < limit)
             found.append((rows + begin, places, raised[rows, places]))
+            if sum(len(bounds) for *_, bounds in found) > 2 * width:
+                found = [self._few(found, width)]
+        return self._few(found, width)
+
+    def _few(
+        self, found: Sequence[tuple[Ints, Ints, Floats]], width: int
+    ) -> tuple[Ints, Ints, Floats]:
         rows, places, bounds = (np.concatenate(column) for column in zip(*found))
-        return rows, places, bounds
+        few = self._lowest(bounds, width)
+        return rows[few], places[few], bounds[few]
 
     def _charge(self, table: int, v: int, partial: _Partial) -> None:
         """Add, in place, what moving one tensor costs more now that v is chosen.
@@ -241,13 +256,10 @@ class Search:
         count = len(partial)
         if count < 2:
             return np.arange(count)
-        group = np.zeros(count, np.int64)
         columns = [classes[partial.chosen[v]] for v, classes in seen.items()]
         for table, wanted in partial.wanted.items():
             columns += list(wanted.T + 1) if self._last[table] > done else []
-        for column in columns:
-            joined = group * (int(column.max()) + 1) + column
-            group = np.unique(joined, return_inverse=True)[1]
+        group = _alike(columns, count)
         forward, backward, sync = partial.sums[:, :3].T
         slow, fast = forward + backward, forward + sync
         if self.cap is None:
@@ -294,3 +306,15 @@ class Search:
                     joined = labels if known is None else known * (int(labels.max()) + 1) + labels
                     columns[v] = np.unique(joined, return_inverse=True)[1]
         return columns
+
+
+def _alike(columns: Sequence[Ints], count: int) -> Ints:
+    """Return the same number, from 0 on, for rows that are the same in all columns."""
+    group, most = np.zeros(count, np.int64), 1
+    for column in columns:
+        values = int(column.max()) + 1
+        if most * values > MOST:
+            group = np.unique(group, return_inverse=True)[1]
+            most = count
+        group, most = group * values + column, most * values
+    return np.asarray(np.unique(group, return_inverse=True)[1])

@@ -3,20 +3,22 @@
 1. Good assignments by coordinate descent from the hints and from cheap candidates.
 2. Rounds of bounding: bound each candidate, drop those that cannot beat the best, take better
    weights. Sweeps of messages shrink thousands of candidates to a few; as soon as there are few
-   enough to eliminate variables, bounds are exact but for the weights.
+   enough to eliminate variables, bounds are exact but for the weights. Where that is much work,
+   the least sums alone lead to better weights first, and a few candidates of each variable with
+   low bounds are searched by themselves for a better assignment.
 3. Enumeration of what is left, ever wider, until nothing is set aside or time is up.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import numpy as np
 
-from tilewise.planner.solve.descend import Descent
+from tilewise.planner.solve.descend import Descent, cheapest
+from tilewise.planner.solve.eliminate import Order
 from tilewise.planner.solve.evaluate import Cost, evaluate
 from tilewise.planner.solve.known import know
 from tilewise.planner.solve.live import Live
@@ -24,51 +26,29 @@ from tilewise.planner.solve.problem import Floats, Ints, Problem
 from tilewise.planner.solve.relax import Relaxation
 from tilewise.planner.solve.restrict import restrict
 from tilewise.planner.solve.search import TOLERANCE, Search
+from tilewise.planner.solve.solution import Solution
 from tilewise.planner.solve.terms import WORK, Terms
-from tilewise.planner.solve.weights import Cuts, Weights
+from tilewise.planner.solve.weights import AROUND, Cuts, Weights
 
 ENTRIES = 1 << 16
 """How many moves of one tensor to know at first; more when the bounds need it."""
-NARROWEST, WIDEST = 1 << 5, 1 << 17
-"""The fewest and the most partial assignments to keep at once."""
-NEAR = 0.1
-"""Which part of the gap better weights should promise before more than a few are tried."""
+NARROWEST, WIDER, WIDEST = 1 << 10, 1 << 4, 1 << 18
+"""The fewest partial assignments to keep at once, the next larger number, and the most."""
+NEAR, FAR = 0.1, 0.1
+"""Which part of the gap better weights should promise before more than a few are tried, and how
+large a gap counts as a part of the bound at most."""
 PART = 0.5
 """How far to go from the best weights of several sums to those that may be better."""
 MANY, WORTH = 1 << 23, 0.05
 """With so many moves, which part of the candidates is worth dropping: all moves are copied then."""
-FEW, TRYING, HEAVY = 16, 0.1, 1 << 24
+FEW, TRYING, HEAVY = 16, 0.15, 1 << 24
 """How many candidates of each variable to try together, in which part of the time left, and how
-many sums an exact minimum of all would have to look at for that to be worth while."""
+many sums an exact minimum of all would have to look at for that, and for looking for good weights
+before all candidates are bounded, to be worth while."""
+SKIPS = 6
+"""How many times to look for better weights by exact minima alone, where they are much work."""
 HINTS = 2
 """From how many hints to descend."""
-
-
-@dataclass(frozen=True, slots=True)
-class Solution:
-    """An assignment and what is known about it.
-
-    Args:
-        choice: the candidate of each variable.
-        seconds: its time.
-        peak_bytes: its memory.
-        bound: no assignment that fits is faster than this.
-        optimal: whether the choice is proven best, up to one part in 10⁹.
-        gap: (seconds − bound) / bound.
-        weights: those that gave the bound.
-        solve_seconds: how long it took to find.
-        statistics: what the solver did.
-    """
-
-    choice: tuple[int, ...]
-    seconds: float
-    peak_bytes: int
-    bound: float
-    optimal: bool
-    gap: float
-    weights: Weights
-    solve_seconds: float
-    statistics: Mapping[str, float]
 
 
 class Solver:
@@ -118,7 +98,9 @@ class Solver:
         self._random = np.random.default_rng(0)
         self._exact, self._work = False, 0.0
         self._grows = True
-        self._lacks = False
+        self._skipped = 0
+        self._spared = Weights()
+        self._order: Order | None = None
         self._low: Sequence[Floats] | None = None
         self._tried: tuple[bytes, ...] = ()
         self._too_many = np.inf
@@ -165,18 +147,13 @@ class Solver:
             return None
         self._cuts.add(cost, self._floor())
         fits: bool | None = self.cap is None or cost.peak_bytes <= self.cap
-        if self._judge is not None and (least or (fits and cost.seconds < self.seconds)):
-            fits = self._judged(tuple(choice))
-            self.ended |= least and fits is None
-        if fits and cost.seconds < self.seconds:
+        better = bool(fits) and cost.seconds < self.seconds
+        if self._judge is not None and (least or better):
+            fits = self._judge(tuple(choice))
+            self.ended |= fits is None
+        if fits and better:
             self.best, self.cost = tuple(choice), cost
         return cost
-
-    def _judged(self, choice: tuple[int, ...]) -> bool | None:
-        assert self._judge is not None
-        found = self._judge(choice)
-        self._lacks |= found is None
-        return found
 
     def descend(self, choice: Sequence[int]) -> None:
         """Offer an assignment and what coordinate descent makes of it."""
@@ -196,7 +173,7 @@ class Solver:
                 ranked.append((over, cost.seconds, tuple(hint)))
         for _, _, choice in sorted(set(ranked))[:HINTS]:
             self.descend(choice)
-        first = self._cheapest()
+        first = cheapest(self.problem)
         if first is not None:
             self.descend(first)
 
@@ -222,6 +199,8 @@ class Solver:
             moved = self._round()
             if self.closed or self.late:
                 break
+            if self._skipped:
+                continue
             gained = self.bound > before[0] * (1 + 1e-4) or self.seconds < before[1] * (1 - 1e-4)
             idle = 0 if gained and moved else idle + 1
             if idle < self._patience():
@@ -230,12 +209,10 @@ class Solver:
                 if not self._grows or not self._live.grow(max(self._end, self.deadline)):
                     break
                 self._keep([np.ones(k, bool) for k in self._live.sizes])
-            elif self._lacks and not self._exact:
-                self.ended = True  # to look through all that is left takes long: first, know more
             elif not self._search(self.width) and not self.ended:
                 if self.width >= WIDEST:
                     break
-                self.width *= 4
+                self.width = min(WIDER * self.width, WIDEST)
 
     def _patience(self) -> int:
         """Return how many rounds to wait for a better bound by other weights."""
@@ -243,8 +220,7 @@ class Solver:
             return 1
         if not self._exact:
             return 3
-        gap = self.seconds - self.bound if np.isfinite(self.seconds) else self.bound
-        return 4 if self._cuts.height - self.bound > NEAR * gap else 1
+        return 4 if self._improvable() else 1
 
     def solution(self) -> Solution | None:
         """Return the best assignment with what is proven about it."""
@@ -263,23 +239,6 @@ class Solver:
             time.monotonic() - self.began,
             self.statistics,
         )
-
-    def _cheapest(self) -> list[int] | None:
-        """Return each variable's fastest candidate, among those that ties leave."""
-        chosen: list[int] = []
-        for v, variable in enumerate(self.problem.variables):
-            cost = variable.forward + np.maximum(variable.backward, variable.sync)
-            for tie in self.problem.ties:
-                labels = dict(zip(tie.variables, tie.labels))
-                if v not in labels:
-                    continue
-                for w, theirs in labels.items():
-                    offered = theirs[[chosen[w]]] if w < v else theirs
-                    cost = np.where(np.isin(labels[v], offered), cost, np.inf)
-            chosen.append(int(cost.argmin()))
-            if not np.isfinite(cost[chosen[-1]]):
-                return None
-        return chosen
 
     def _penalty(self) -> float:
         if np.isfinite(self.seconds):
@@ -333,21 +292,27 @@ class Solver:
         """Bound all candidates and drop some; return whether the weights changed."""
         self.statistics["rounds"] += 1
         relaxation = self._relaxation
-        weights = relaxation.weights
+        weights, before = relaxation.weights, self.bound
         bounds, decoded = self._bounds()
         if self.closed:
             return False
-        if self._low is not None:
-            bounds = [np.maximum(*both) for both in zip(self._low, bounds, strict=True)]
         self.descend(self._choice(decoded))
-        heavy = self._live.whole and self._work > HEAVY and max(self._live.sizes) > FEW + 1
-        if heavy and not self.late:
-            self._try_few(bounds)
-        self._live.lean(decoded, 1.5 / (3.0 + self.statistics["rounds"]))
-        if not self._drop([b < self.seconds * (1 - TOLERANCE) for b in bounds], bounds):
-            return False
+        if self._exact and not self._skipped and self.cap is not None and np.isinf(self.seconds):
+            self._spare()
+        tuned: Weights | None = None
+        if bounds is not None:
+            if self._low is not None:
+                bounds = [np.maximum(*both) for both in zip(self._low, bounds, strict=True)]
+            heavy = self._live.whole and self._work > HEAVY and max(self._live.sizes) > FEW + 1
+            if heavy and not self.late:
+                tuned = self._try_few(bounds)
+            self._live.lean(decoded, 1.5 / (3.0 + self.statistics["rounds"]))
+            if not self._drop([b < self.seconds * (1 - TOLERANCE) for b in bounds], bounds):
+                return False
         proposed = self._cuts.best()
-        if self.problem.sums > 1 and self._cuts.cap is not None:
+        if tuned is not None:
+            proposed = tuned
+        elif self.problem.sums > 1 and self.bound <= before:
             proposed = self.weights.toward(proposed, PART)
         if proposed == weights:
             # Nothing new was learnt there; look between there and where the bound was highest.
@@ -355,10 +320,21 @@ class Solver:
         relaxation.reweigh(proposed)
         return proposed != weights
 
-    def _try_few(self, bounds: Sequence[Floats]) -> None:
+    def _spare(self) -> None:
+        """Look for any assignment that fits, where bytes count more and more."""
+        if self._spared == self.weights or not any(self.weights.byte):
+            return
+        self._spared = self.weights
+        for factor in AROUND:
+            if factor > 1.0 and np.isinf(self.seconds) and not self.late:
+                terms = Terms(self._relaxation, self.weights.times(factor), self._order)
+                self.descend(self._choice(terms.eliminate(self.deadline).best()))
+
+    def _try_few(self, bounds: Sequence[Floats]) -> Weights | None:
         """Look for better assignments among the few candidates of each variable with low bounds.
 
-        Of these there are so few that bounds are exact but for the weights.
+        Of these there are so few that bounds are exact but for the weights. Returns the weights
+        that were best there, if that is known.
         """
         few = []
         for v, (some, low) in enumerate(zip(self._live.candidates, bounds, strict=True)):
@@ -366,34 +342,44 @@ class Solver:
             few.append(best if self.best is None else np.union1d(best, [self.best[v]]))
         tried = tuple(some.tobytes() for some in few)
         if tried == self._tried:
-            return
+            return None
         self._tried = tried
 
         def chosen(places: Sequence[int]) -> tuple[int, ...]:
             return tuple(int(some[k]) for some, k in zip(few, places, strict=True))
 
-        def allowed(places: tuple[int, ...]) -> bool:
-            return bool(self._judged(chosen(places)))
+        def allowed(places: tuple[int, ...]) -> bool | None:
+            return None if self._judge is None else self._judge(chosen(places))
 
         now = time.monotonic()
         problem = restrict(self.problem, dict(enumerate(few)))
         until = now + TRYING * (self.deadline - now)
         judge = None if self._judge is None else allowed
         inner = Solver(problem, self.cap, until, self.seconds, judge=judge)
+        inner._cuts.join(self._cuts)
         inner.resume(self._relaxation.weights, 0.0, ())
         inner.solve()
+        self._cuts.join(inner._cuts)
+        self.ended |= inner.ended
         if inner.best is not None:
             self.descend(chosen(inner.best))
+        return inner.weights if inner.bound > 0.0 else None
 
-    def _bounds(self) -> tuple[list[Floats], list[int]]:
-        """Bound all candidates; return also the places of a good assignment."""
+    def _bounds(self) -> tuple[list[Floats] | None, list[int]]:
+        """Bound all candidates; return also the places of a good assignment.
+
+        An exact minimum is sooner known than what it would be with each candidate. Where both are
+        much work, there are no bounds of candidates until the weights are nearly the best, or for
+        some rounds.
+        """
         relaxation = self._relaxation
         if self._live.whole:
             # with so many moves there is more work than that, and no memory for it
             moves = self._live.moves
             small = moves <= WORK and moves < self._too_many / 2
-            terms = Terms(relaxation, relaxation.weights) if small else None
-            self._work = np.inf if terms is None else terms.order.work
+            terms = Terms(relaxation, relaxation.weights, before=self._order) if small else None
+            self._order = None if terms is None else terms.order
+            self._work = np.inf if self._order is None else self._order.work
             self._exact = self._work <= WORK
             if small and not self._exact:
                 self._too_many = moves
@@ -402,14 +388,28 @@ class Solver:
                 found = terms.eliminate(self.deadline)
                 best = found.best()
                 self._proven(found.least, ())
+                self.offer(self._choice(best))
+                if self.closed:
+                    return [], best
+                if self._work > HEAVY and self._skipped < SKIPS and self._improvable():
+                    self._skipped += 1
+                    return None, best
+                self._skipped = 0
+                # even if that is the end: whoever goes on has fewer candidates then
                 self.offer(self._choice(best), least=True)
-                bounds = [] if self.closed else found.marginals()
-                return self._proven(found.least, bounds), best
+                return self._proven(found.least, found.marginals()), best
+        self._skipped = 0
         for _ in range(2):
             relaxation.sweep()
         bounds, best = self._marginals()
         self.offer(self._choice(best))
         return bounds, relaxation.decode()
+
+    def _improvable(self) -> bool:
+        """Whether other weights promise a much better bound."""
+        self._cuts.best()
+        gap = min(self.seconds - self.bound, FAR * self.bound)
+        return self._cuts.height - self.bound > NEAR * gap
 
     def _marginals(self) -> tuple[list[Floats], list[int]]:
         """Bound all candidates by a tree, at random or of the tensors with one consumer first."""
@@ -439,7 +439,9 @@ class Solver:
         self.statistics["searches"] += 1
         self.statistics["width"] = width
         first, *others = self.weights.around()
-        order = Terms(self._relaxation, first).in_turn()
+        if self._work > HEAVY:
+            others = []  # each takes as long again
+        order = Terms(self._relaxation, first, before=self._order).in_turn()
         terms = [Terms(self._relaxation, weights, order) for weights in (first, *others)]
         before = self.seconds
         found = Search(self._live, terms, self.cap).run(before, width, self.deadline)

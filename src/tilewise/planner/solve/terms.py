@@ -19,6 +19,8 @@ from tilewise.planner.solve.weights import Weights
 
 WORK = 1 << 27
 """The most sums of costs to look at for one exact minimum."""
+FEW_SUMS, MORE = 1 << 18, 4
+"""How many sums of costs are little work, and how many times the least work is little more."""
 TOGETHER = 1 << 19
 """The most entries of a term of three variables."""
 
@@ -32,11 +34,13 @@ class Terms:
         weights: Weights,
         order: Order | None = None,
         *,
+        before: Order | None = None,
         largest: int = TOGETHER,
     ) -> None:
         """Take costs under `weights`, moved around as the relaxation's messages say.
 
-        Terms of three variables have `largest` entries at most.
+        Terms of three variables have `largest` entries at most. An `order` is taken as it is, that
+        of `before`, when more candidates were live, if none is found that is less work.
         """
         self._relaxation, self.weights, self._largest = relaxation, weights, largest
         live = relaxation.live
@@ -50,24 +54,30 @@ class Terms:
             readers.setdefault(link.table, []).append(k)
         for table, links in readers.items():
             self._add(table, [(k, live.links[k]) for k in links])
-        self._order = order
+        self._order, self._before = order, before
 
     @cached_property
     def order(self) -> Order:
         """In which order to eliminate the variables."""
         if self._order is not None:
             return self._order
-        return good_order([len(cost) for cost in self.costs], self.factors)
+        sizes = [len(cost) for cost in self.costs]
+        found = good_order(sizes, self.factors)
+        if self._before is None:
+            return found
+        again = good_order(sizes, self.factors, self._before.variables)
+        return min(again, found, key=lambda order: order.work)
 
     def in_turn(self) -> Order:
-        """Return an order that ends with the first variables, if that is not too much work.
+        """Return an order that ends with the first variables, if that is little more work.
 
         Going through a network from its beginning, few variables lie between what is behind and
         what is ahead.
         """
         sizes = [len(cost) for cost in self.costs]
         found = good_order(sizes, self.factors, reversed(range(len(sizes))))
-        return found if found.work <= WORK else self.order
+        most = min(max(FEW_SUMS, MORE * self.order.work), WORK)
+        return found if found.work <= most else self.order
 
     def weighted(self, table: int) -> Floats:
         """Return a table's moves as one number each."""

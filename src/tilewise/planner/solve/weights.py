@@ -22,6 +22,8 @@ from tilewise.planner.solve.problem import Floats, Moves, Variable
 
 GROWTH = 4.0
 """By how much weights of bytes may grow where they are as large as they may be."""
+AROUND = (0.4, 0.6, 0.8, 0.9, 1.1, 1.25, 1.6, 2.5)
+"""Times how much weights of bytes bound assignments better that need little or much memory."""
 LARGEST = 1e6
 """How many times a step's seconds all bytes of the cap may count at most."""
 
@@ -68,7 +70,7 @@ class Weights:
             near.append(Weights(0.7 * self.overlap, self.byte))
             near.append(Weights(0.7 * self.overlap + 0.3, self.byte))
         if any(self.byte):
-            near += [self.times(0.6), self.times(1.6)]
+            near += [self.times(factor) for factor in AROUND]
         return near
 
     def times(self, factor: float) -> Weights:
@@ -94,6 +96,14 @@ class Cuts:
         self._planes[(cost.forward + cost.sync, cost.backward - cost.sync, *over)] = None
         if over and max(over) > 0 and not self._most:
             self._most = cost.seconds / max(over)
+
+    def join(self, others: Cuts) -> None:
+        """Take what is known from other assignments, some of which only one problem may have.
+
+        Then `height` is a guess.
+        """
+        self._planes |= others._planes
+        self._most = max(self._most, others._most)
 
     def best(self) -> Weights:
         """Return the weights whose bound may be highest."""
