@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from math import ceil, floor, log10
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
 
 def size(count: float) -> str:
     """Return bytes in the largest unit that leaves a number above 1."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
+    count, unit = _in_units(count)
+    return f"{count:.3g} {unit}" if count < 1000 or unit == UNITS[-1] else f"{count:.0f} {unit}"
+
+
+def enough(count: int) -> str:
+    """Return bytes as `size` does, but with five digits and no less than there are."""
+    number, unit = _in_units(count)
+    digits = 4 - floor(log10(number)) if number else 0
+    return f"{ceil(number * 10**digits) / 10**digits:g} {unit}" if digits > 0 else f"{count} B"
+
+
+def _in_units(count: float) -> tuple[float, str]:
+    for unit in UNITS[:-1]:
         if count < 1024:
-            return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
+            return count, unit
         count /= 1024
-    return f"{count:.3g} TiB"
+    return count, UNITS[-1]

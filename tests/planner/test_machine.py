@@ -56,6 +56,7 @@ def test_float16_runs_at_the_published_rates(name: str, tera: float) -> None:
         ({"memory_gb": 16}, "memory_gb: Extra inputs"),
         ({"devices_per_node": 0}, "devices_per_node: Input should be greater than or equal to 1"),
         ({"node": {"latency_s": 1e-6}}, "node.bandwidth_bytes_per_s: Field required"),
+        ({"reserved_bytes": 1 << 40}, "must be less than memory_bytes"),
         ({"call_s": -1.0}, "call_s: Input should be greater than or equal to 0"),
         ({"memory_by_bytes": {"at": [2, 1], "share": [0.5, 0.5]}}, "at must increase"),
         ({"memory_by_bytes": {"at": [1], "share": [1.5]}}, "less than or equal to 1"),

@@ -366,6 +366,8 @@ def test_what_is_no_size(text: str | int) -> None:
     ("options", "message"),
     [
         ({"devices": 0}, "devices"),
+        ({"devices": 4.0}, "must be a whole number"),
+        ({"time_limit": 0}, "must be more than 0 seconds"),
         ({"optimizer": "lbfgs"}, "optimizer"),
         ({"dtype": "float7"}, "not a dtype"),
         ({"dtype": "int8"}, "no rates for int8"),

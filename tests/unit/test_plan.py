@@ -171,6 +171,14 @@ def test_bad_json_is_refused(text: str, message: str) -> None:
         Plan.from_json(text)
 
 
+def test_files_that_are_no_plans_are_named(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"none\.json cannot be read"):
+        Plan.load(tmp_path / "none.json")
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(PlanError, match=r"not a plan: .*other\.json"):
+        Plan.load(tmp_path / "other.json")
+
+
 def test_statistics_must_be_known() -> None:
     with pytest.raises(PlanError, match="must be 'global', 'spatial' or 'local'"):
         Plan({"a": Degrees()}, statistics="some")

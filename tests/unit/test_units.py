@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tilewise.units import size
+from tilewise.units import enough, size
 
 
 @pytest.mark.parametrize(
@@ -14,3 +14,12 @@ from tilewise.units import size
 )  # fmt: skip
 def test_size(count: int, text: str) -> None:
     assert size(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (7, "7 B"), (1023, "1023 B"), (1 << 20, "1 MiB"), (14_727_616, "14.046 MiB"),
+     ((1 << 30) + 1, "1.0001 GiB")],
+)  # fmt: skip
+def test_enough_is_no_less_than_there_are(count: int, text: str) -> None:
+    assert enough(count) == text

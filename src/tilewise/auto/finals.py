@@ -214,8 +214,9 @@ def step_seconds(
         times = [inf]
     if kept.keeps and isfinite(times[0]):
         kept.steps[text] = step
-    del step
-    gc.collect()
+    else:
+        del step
+        gc.collect()
     return slowest(mesh, [median(times)])[0]
 
 

@@ -43,11 +43,15 @@ CHANGES = 0.15
 
 @dataclass
 class PlanRow:
-    """A plan: seconds of a step as predicted, at the machine's speed now, and as measured."""
+    """A plan: seconds of a step as predicted, at the machine's speed now, and as measured.
+
+    A plan that goes by several names has them all, as in `auto = n2`.
+    """
 
     plan: str
     predicted_s: float
     measured_s: float
+    layers: dict[str, str]
 
     @property
     def error(self) -> float:
@@ -148,11 +152,14 @@ def measure_plans(
         [(ran[text], now) for (_, text, _), now in zip(plans, measured, strict=True) if text in ran]
     )
     rows = [
-        PlanRow(name, drift * predicted, now)
-        for (name, _, predicted), now in zip(plans, measured, strict=True)
+        PlanRow(name, drift * predicted, now, _layers(Plan.from_json(text)))
+        for (name, text, predicted), now in zip(plans, measured, strict=True)
     ]
-    layers = {name: str(degrees) for name, degrees in chosen.layers.items()}
-    return PlanRows(rows, layers, drift)
+    return PlanRows(rows, _layers(chosen), drift)
+
+
+def _layers(plan: Plan) -> dict[str, str]:
+    return {name: str(degrees) for name, degrees in plan.layers.items()}
 
 
 def drift_of(pairs: Sequence[tuple[float, float]]) -> float:
@@ -163,8 +170,9 @@ def drift_of(pairs: Sequence[tuple[float, float]]) -> float:
 def _plans(chosen: Plan, found: Found) -> list[tuple[str, str, float]]:
     """List the auto plan, what the search found, all uniform plans and some mixes, with times."""
     names: dict[str, str] = {}
-    for name, plan in {"auto": chosen, "predicted": found.plan, **uniform_plans(found)}.items():
-        names.setdefault(plan.to_json(), name)
+    for name, plan in {"auto": chosen, "searched": found.plan, **uniform_plans(found)}.items():
+        text = plan.to_json()
+        names[text] = f"{names[text]} = {name}" if text in names else name
     draw = random.Random(0)
     mixes = 0
     for _ in range(TRIES):

@@ -14,12 +14,12 @@ from rich.table import Table
 from tilewise.cli.local import Calibration
 from tilewise.layout import Degrees
 from tilewise.planner.candidates import Dropped
-from tilewise.planner.explain import Alternative
+from tilewise.planner.explain import Alternative, variable_of
 from tilewise.planner.places import resolved
 from tilewise.planner.rows import Row, together
 from tilewise.planner.search import Found, Priced
 from tilewise.planner.sensitivity import Tried
-from tilewise.units import size
+from tilewise.units import enough, size
 
 KINDS = ("compute", "halo", "exchange", "sync")
 MOST_ALTERNATIVES = 20
@@ -66,17 +66,18 @@ def show_plan(found: Found, console: Console) -> None:
     table.add_row("all", "", *_times(found.rows), total, style="bold")
     console.print(table)
     explain(COSTS, console)
+    hidden = found.hidden_seconds
     console.print(
-        f"step {milliseconds(found.step_seconds)} ms: forward {milliseconds(found.cost.forward)}, "
-        f"backward {milliseconds(found.backward_seconds)}, gradient sums "
-        f"{milliseconds(found.cost.sync)} ({milliseconds(found.hidden_seconds)} hidden behind "
-        "backward)"
+        f"step {milliseconds(found.step_seconds)} ms: forward "
+        f"{milliseconds(found.cost.forward - found.optimizer_seconds)}, backward "
+        f"{milliseconds(found.backward_seconds)}, optimizer "
+        f"{milliseconds(found.optimizer_seconds)}, gradient sums {milliseconds(found.cost.sync)} "
+        f"({milliseconds(hidden) if hidden else 'none'} hidden behind backward)"
     )
     show_held(found, console)
-    proof = "proven best" if found.optimal else _how_near(found.gap)
+    proof = "proven best of all candidates" if found.optimal else _how_near(found.gap)
     console.print(
-        f"{proof} of all candidates; priced in {found.price_seconds:.1f} s, searched in "
-        f"{found.solve_seconds:.1f} s"
+        f"{proof}; priced in {found.price_seconds:.1f} s, searched in {found.solve_seconds:.1f} s"
     )
 
 
@@ -93,6 +94,11 @@ def show_held(found: Found, console: Console) -> None:
     console.print(
         f"memory {size(found.peak_bytes)} of {size(found.memory_bytes)} on the fullest device"
     )
+    if found.memory_bytes > found.machine.memory_bytes:
+        console.print(
+            f"[yellow]a device of {found.machine.name} has {size(found.machine.memory_bytes)} "
+            "only: this plans for larger ones[/]"
+        )
     moment = found.fullest
     held = ", ".join(f"{kind} {size(count)}" for kind, count in moment.bytes_by_kind.items())
     console.print(f"at its fullest, {moment.phase} of {moment.layer}: {held}")
@@ -151,7 +157,7 @@ def show_comparison(found: Found, console: Console) -> None:
             "yes" if one.fits else "[red]no[/]",
         )
     console.print(table)
-    explain(PEOPLE_USE, console)
+    explain(PEOPLE_USE + "; all keep the pins" * bool(found.pins), console)
 
 
 def show_frontier(points: Sequence[Priced], console: Console) -> None:
@@ -160,7 +166,7 @@ def show_frontier(points: Sequence[Priced], console: Console) -> None:
     table.add_column("memory", justify="right")
     table.add_column("step (ms)", justify="right")
     for one in points:
-        table.add_row(size(one.peak_bytes), milliseconds(one.step_seconds))
+        table.add_row(enough(one.peak_bytes), f"{1e3 * one.step_seconds:.4g}")
     console.print(table)
 
 
@@ -169,6 +175,9 @@ def show_alternatives(
 ) -> None:
     """Show the price of other ways to split a layer."""
     title = f"{layer}: the step with each way to split it, all others re-optimised, milliseconds"
+    owner = found.formulation.names[variable_of(found.formulation, layer)]
+    if owner != layer:
+        title = f"{layer} is split as {owner}: " + title.removeprefix(f"{layer}: ")
     table = Table(title=title, box=SIMPLE_HEAD, padding=0, pad_edge=False)  # for 80 columns
     for name in ("degrees", "step", "more", *KINDS, "held", "decides"):
         justify: JustifyMethod = "left" if name in ("degrees", "decides") else "right"
@@ -197,7 +206,8 @@ def show_alternatives(
         + "≤ the plan's own step, which is not proven best; " * unproven
         + "less than the plan: a faster one was found while pricing, search longer; " * bool(less)
         + "compute to sync: of this layer alone, halos before any of them "
-        "hides behind compute; held: kept for backward; decides: the largest of its costs"
+        "hides behind compute; held: kept for backward; decides: the largest of its costs, sums of "
+        "gradients as far as the plan's do not hide behind backward"
     )
     explain(text + f"; {left} others not shown, none of them may take less" * (left > 0), console)
 
@@ -273,4 +283,6 @@ def _way(degrees: Degrees | str, recompute: bool) -> str:
 
 
 def _how_near(gap: float) -> str:
-    return f"at most {gap:.2%} from the best" if isfinite(gap) else "no bound found in the time"
+    if isfinite(gap):
+        return f"at most {gap:.2%} from the best of all candidates"
+    return "not proven: the time was over before there was any bound (--time-limit)"

@@ -84,8 +84,9 @@ def show_summary(found: Simulation, console: Console) -> None:
     console.print(
         f"step {milliseconds(timeline.step_seconds)} ms: forward "
         f"{milliseconds(timeline.forward_s)}, backward {milliseconds(timeline.backward_s)}, "
-        f"gradient sums {milliseconds(timeline.sync_s)} of which nothing hides "
-        f"{milliseconds(timeline.tail_s)}, optimizer {milliseconds(timeline.optimizer_s)}"
+        f"optimizer {milliseconds(timeline.optimizer_s)}, gradient sums "
+        f"{milliseconds(timeline.sync_s)}, of which {milliseconds(timeline.tail_s)} at the end "
+        "do not hide behind backward"
     )
     fullest = found.fullest
     console.print(
@@ -102,8 +103,8 @@ def show_summary(found: Simulation, console: Console) -> None:
         )
     if agreement.step_ratio is not None and agreement.peak_ratio is not None:
         console.print(
-            f"the planner's step times {agreement.step_ratio:.3f} but for the tail, its memory "
-            f"times {agreement.peak_ratio:.3f}"
+            f"without that end the step is {agreement.step_ratio:.3f} times the planner's, the "
+            f"memory {agreement.peak_ratio:.3f} times"
         )
     else:
         console.print("the planner has no price: the model has no layer with weights or windows")

@@ -157,7 +157,7 @@ class Plan:
             raise PlanError(f"plan: this is not JSON: {error}") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, dict) else None
-            raise PlanError(f"plan: format (={found!r}) must be {FORMAT}")
+            raise PlanError(f"plan: this is not a plan: its format (={found!r}) must be {FORMAT}")
         unknown = set(data) - {f.name for f in fields(cls)} - {"format", DETAILS}
         if unknown or not isinstance(data.get("layers"), dict):
             raise PlanError(
@@ -184,7 +184,12 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan from a JSON file."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"plan: {path} cannot be read: {error}") from error
+        except PlanError as error:
+            raise PlanError(f"{error} (in {path})") from error
 
     def __str__(self) -> str:
         return "\n".join(f"{name}: {degrees}" for name, degrees in self.layers.items()) or "1"

@@ -13,7 +13,7 @@ from tilewise.layout import Degrees
 from tilewise.planner.candidates import Dropped
 from tilewise.planner.cost import NodeCost
 from tilewise.planner.formulation import Formulation
-from tilewise.planner.solve import price
+from tilewise.planner.solve import evaluate, price
 from tilewise.planner.within import Limited
 
 
@@ -29,6 +29,7 @@ class Alternative:
         exact: whether that is proven.
         chosen: whether the plan has it.
         compute_s, halo_s, exchange_s, sync_s: the layer's own costs, with its followers'.
+        waiting_s: what of sync_s does not hide behind backward, as in the plan.
         held_bytes: what the fullest rank keeps for backward of the layer and its followers.
         alone_seconds, alone_peak_bytes: step and memory if only this layer were changed; the step
             is infinite where that is not allowed or does not fit.
@@ -43,18 +44,19 @@ class Alternative:
     halo_s: float
     exchange_s: float
     sync_s: float
+    waiting_s: float
     held_bytes: int
     alone_seconds: float
     alone_peak_bytes: int
 
     @property
     def decides(self) -> str:
-        """The kind of cost that is the largest."""
+        """The kind of cost that is the largest, sums as far as they do not hide."""
         kinds = {
             "compute": self.compute_s,
             "halo": self.halo_s,
             "exchange": self.exchange_s,
-            "sync": self.sync_s,
+            "sync": self.waiting_s,
         }
         return max(kinds, key=lambda kind: kinds[kind])
 
@@ -77,6 +79,7 @@ def alternatives(
         time_limit=time_limit,
     )
     prices = limited.judged(variable, prices, range(len(prices.seconds)))
+    waiting = _waiting(found, choice)
     members = [cost for name, cost in found.costs.items() if found.choices.owner[name] == variable]
     some = found.choices.candidates[variable]
     out = []
@@ -93,6 +96,7 @@ def alternatives(
                 _again(costs, "halo_forward") + _total(costs, "halo_backward"),
                 _again(costs, "exchange_forward") + _total(costs, "exchange_backward"),
                 _total(costs, "sync"),
+                waiting * _total(costs, "sync"),
                 int(_total(costs, "held_bytes")),
                 float(prices.alone[index]),
                 int(prices.alone_bytes[index]),
@@ -134,6 +138,13 @@ def _beaten(way: Alternative, step_seconds: float) -> Dropped | None:
     else:
         return None
     return Dropped(way.degrees, reason, rule, way.recompute)
+
+
+def _waiting(found: Formulation, choice: Sequence[int]) -> float:
+    """Return which part of a plan's gradient sums does not hide behind backward."""
+    cost = evaluate(found.problem, choice)
+    alone = cost.backward - (1.0 - found.setting.machine.overlap_sums) * cost.sync
+    return max(cost.seconds - cost.forward - alone, 0.0) / cost.sync if cost.sync else 0.0
 
 
 def _total(costs: Sequence[NodeCost], *names: str) -> float:

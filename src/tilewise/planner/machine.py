@@ -164,6 +164,15 @@ class Machine(_Part):
     call_times: tuple[CallTime, ...] = ()
     fit_errors: dict[str, float] = Field(default_factory=dict)
 
+    @model_validator(mode="after")
+    def _check(self) -> Machine:
+        if self.reserved_bytes >= self.memory_bytes:
+            raise ValueError(
+                f"reserved_bytes (={self.reserved_bytes}) must be less than memory_bytes "
+                f"(={self.memory_bytes})"
+            )
+        return self
+
     def rates(self, dtype: str) -> Compute:
         """Return what is known of a dtype."""
         if dtype not in self.compute:

@@ -41,6 +41,7 @@ from tilewise.planner.sensitivity import Tried, sensitivity
 from tilewise.planner.solve import Cost, Solution, evaluate, solve
 from tilewise.planner.timeline import Fullest, fullest, peak_bytes
 from tilewise.planner.within import Limited, Within
+from tilewise.units import size
 
 UNITS = {"": 1, "B": 1} | {
     prefix + end: base ** (power + 1)
@@ -49,6 +50,8 @@ UNITS = {"": 1, "B": 1} | {
 }
 
 
+ROUNDING = 1e-12
+"""Which part of a step is no more than rounding."""
 LOOK, LONGEST_LOOK = 0.05, 2.0
 """Which part of the time, and how many seconds, to look for equally fast plans with less memory."""
 
@@ -152,7 +155,15 @@ class Found:
     @property
     def hidden_seconds(self) -> float:
         """How much of the gradient sums hides behind the backward pass."""
-        return self.cost.forward + self.backward_seconds + self.cost.sync - self.step_seconds
+        hidden = self.cost.forward + self.backward_seconds + self.cost.sync - self.step_seconds
+        return hidden if hidden > ROUNDING * self.step_seconds else 0.0
+
+    @cached_property
+    def optimizer_seconds(self) -> float:
+        """The optimizer's update, which is part of `cost.forward`."""
+        costs, owner = self.formulation.costs, self.formulation.choices.owner
+        chosen = self.solution.choice
+        return float(sum(cost.optimizer[chosen[owner[name]]] for name, cost in costs.items()))
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -163,6 +174,11 @@ class Found:
     def fullest(self) -> Fullest:
         """The moment at which the fullest rank holds most, and what that is of."""
         return fullest(self.formulation, self.solution.choice)
+
+    def __repr__(self) -> str:
+        proof = "proven best" if self.optimal else f"gap {self.gap:.2%}"
+        ms, needs = f"{1e3 * self.step_seconds:.4g} ms a step", size(self.peak_bytes)
+        return f"Found({ms}, {needs} on the fullest of {self.devices} devices, {proof})"
 
     @property
     def optimal(self) -> bool:
@@ -275,7 +291,14 @@ class Found:
         """Return the result as plain values, for JSON."""
         return {
             "step_seconds": self.step_seconds,
+            "forward_seconds": self.cost.forward - self.optimizer_seconds,
+            "backward_seconds": self.backward_seconds,
+            "optimizer_seconds": self.optimizer_seconds,
+            "sync_seconds": self.cost.sync,
+            "hidden_seconds": self.hidden_seconds,
             "peak_bytes": self.peak_bytes,
+            "memory_bytes": self.memory_bytes,
+            "device_bytes": self.machine.memory_bytes,
             "bytes_by_kind": together(self.rows),
             "fullest": asdict(self.fullest),
             "optimal": self.optimal,
@@ -337,8 +360,10 @@ def search(
         raise PlanError(
             f"plan: search takes what tw.capture(model, inputs) returns, not {type(graph).__name__}"
         )
-    if devices < 1:
-        raise PlanError(f"plan: devices (={devices}) must be at least 1")
+    if not isinstance(devices, int) or devices < 1:
+        raise PlanError(f"plan: devices (={devices!r}) must be a whole number, at least 1")
+    if not time_limit > 0:
+        raise PlanError(f"plan: time_limit (={time_limit!r}) must be more than 0 seconds")
     where = load_machine(machine, devices=devices)
     name = str(dtype).removeprefix("torch.")
     kind = getattr(torch, name, None)

@@ -209,11 +209,12 @@ def _compare_first_pass(
     ]
     grads = _whole_grads(split)
     names = {name for name, _ in split.named_buffers()}
-    buffers = {name: one for name, one in full_state_dict(split).items() if name in names}
+    state = full_state_dict(split)
+    buffers = {name: one for name, one in state.items() if name in names}
     gathered_all = [*gathered, *input_grads, *grads.values(), *buffers.values()]
     if not _replicas_agree(mesh, gathered_all):
         result.note("output", "replicas that should be equal", float("inf"))
-    lr = _small_step(split, grads)
+    lr = _small_step(state, grads)
     if serial is None:
         return lr
     with torch.no_grad():
@@ -241,9 +242,8 @@ def _compare_first_pass(
     return lr
 
 
-def _small_step(split: ParallelModel, grads: Mapping[str, Tensor | None]) -> float:
+def _small_step(state: Mapping[str, Tensor], grads: Mapping[str, Tensor | None]) -> float:
     """Return the learning rate that changes the weights by a hundred-thousandth of their norm."""
-    state = full_state_dict(split)
     pairs = [(state[name], grad) for name, grad in grads.items() if grad is not None]
     weights = sum(float(weight.double().square().sum()) for weight, _ in pairs)
     slope = sum(float(grad.double().square().sum()) for _, grad in pairs)
