@@ -1,3 +1,4 @@
+import gc
 import os
 import pathlib
 import sys
@@ -34,3 +35,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return 1 + (FIRST.index(folder) if folder in FIRST else len(FIRST))
 
     items.sort(key=place)
+    gc.collect()
+    gc.freeze()  # what was imported and collected stays; looking through it all takes long

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import shlex
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
+from scripts import finish
+from tilewise import Mesh
+from tilewise.auto import calls, finals, plan
 from tilewise.auto.calibrate import CONDITIONS, conditions
+from tilewise.cli.crew import Crew
+from tilewise.comm.pool import Pool
 from tilewise.planner.machine import Machine, load_machine, local_path
+
+until_the_end = ExitStack()
 
 
 def rates_here(devices: int) -> Machine:
@@ -28,15 +38,43 @@ def keep_rates(folder: Path, *devices: int) -> None:
             local_path(count).write_text(rates_here(count).to_json())
 
 
-def tilewise_here(folder: Path, *arguments: str) -> Any:
-    """Run a command with that cache folder; returns what it printed as JSON."""
-    result = subprocess.run(
-        [sys.executable, "-m", "tilewise", *arguments, "--json"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=os.environ | {"TILEWISE_CACHE": str(folder)},
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+@contextmanager
+def measuring_briefly(folder: str) -> Iterator[None]:
+    """Keep in a folder what is measured: calls and steps few times, however long they take."""
+    with (
+        mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}),
+        mock.patch.multiple(calls, BLOCKS=1, BLOCK_S=0.0),
+        mock.patch.object(finals, "STEPS", 1),
+        mock.patch.object(plan, "ROUNDS", (2, 2, 2)),
+    ):
+        yield
+
+
+def tilewise_here(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    *arguments: str,
+) -> Any:
+    """Run a command in this process with that cache folder, its ranks measuring briefly.
+
+    Returns what it printed as JSON.
+    """
+    start = Crew.start
+
+    def start_quick(crew: Crew) -> Pool:
+        pool = start(crew)
+        pool.run(tuple(range(crew.size)), _measure_briefly, (str(folder),), 60.0)
+        return pool
+
+    monkeypatch.setattr(Crew, "start", start_quick)
+    monkeypatch.setenv("TILEWISE_CACHE", str(folder))
+    code = finish(shlex.join(["tilewise", *arguments, "--json"]), monkeypatch)
+    shown, said = capfd.readouterr()
+    assert code == 0, said
+    return json.loads(shown)
+
+
+def _measure_briefly(mesh: Mesh, folder: str) -> None:
+    """Be a rank that measures briefly until it ends."""
+    until_the_end.enter_context(measuring_briefly(folder))

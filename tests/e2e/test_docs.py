@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import typer
 
-from measured_here import keep_rates
+from measured_here import keep_rates, measuring_briefly
 from scripts import finish, run_script
 from tilewise import Mesh
 from tilewise.cli.app import app
@@ -83,7 +83,7 @@ def run_pages(mesh: Mesh, texts: dict[str, list[str]], folder: str) -> list[str]
     os.chdir(folder)
     errors = []
     with (
-        mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}),
+        measuring_briefly(folder),
         # the ranks have joined already, and stay for the next page
         mock.patch.multiple(dist, init_process_group=DEFAULT, destroy_process_group=DEFAULT),
     ):
@@ -140,7 +140,7 @@ def test_the_tutorial_gives_the_losses_of_one_device(
     scripts = {text.split()[1]: text for text in named}
     for name, text in scripts.items():
         (tmp_path / name).write_text(text)
-    alone, *_ = on_four_ranks(pool, run_script, scripts["train.py"], str(tmp_path))
+    (alone,) = pool.run((0,), run_script, (scripts["train.py"], str(tmp_path)), 300.0)
     split, *others = on_four_ranks(pool, run_script, scripts["train_split.py"], str(tmp_path))
     assert len(losses(alone)) == 3
     assert losses(split) == pytest.approx(losses(alone), abs=2e-4)

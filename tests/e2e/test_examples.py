@@ -45,7 +45,7 @@ def test_training_a_model_of_ones_own_gives_the_same_losses_split(tmp_path: Path
 
 
 def test_plan_by_hand_prints_the_plan_and_equals_one_device(tmp_path: Path) -> None:
-    output = run_on(2, (ROOT / "examples" / "plan_by_hand.py").read_text(), str(tmp_path))
+    output = torchrun(ROOT / "examples" / "plan_by_hand.py", 2, tmp_path)
     assert "features.8: n2" in output
     assert "classifier.1: f2" in output
     difference = float(re.findall(r"from one device ([0-9.e+-]+)", output)[0])
@@ -59,16 +59,11 @@ def test_an_added_operator_equals_one_device(tmp_path: Path) -> None:
     assert max(errors) < 1e-12
 
 
-def test_the_demo_finds_all_splits_equal(tmp_path: Path) -> None:
-    ran = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "conv_splits.py")],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert "14 of 14 splits equal one device" in ran.stdout
+def test_the_demo_finds_all_splits_equal(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "examples" / "conv_splits.py"), run_name="__main__")
+    assert ended.value.code == 0
+    assert "14 of 14 splits equal one device" in capsys.readouterr().out
 
 
 def test_widths_prints_the_test_error_of_each_width(
@@ -88,9 +83,7 @@ def test_widths_prints_the_test_error_of_each_width(
 
 def test_the_readme_trains_and_saves_an_ordinary_state_dict(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    script = tmp_path / "train.py"
-    script.write_text(code)
-    output = torchrun(script, 4, tmp_path)
+    output = run_on(4, code, str(tmp_path))
     assert output.count("slab (1, 1, 16, 32, 32)") == 3
     model = unet3d(width=0.25)
     model.load_state_dict(torch.load(tmp_path / "unet.pt", weights_only=True))

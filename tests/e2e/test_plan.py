@@ -22,9 +22,11 @@ from tilewise.cli import main
 from tilewise.cli.local import Calibration
 from tilewise.layout import Degrees
 
+PARTS = ("forward_seconds", "backward_seconds", "optimizer_seconds", "sync_seconds")
 KEYS = {
     "step_seconds", "peak_bytes", "optimal", "gap", "solve_seconds", "devices", "machine",
     "layers", "baselines", "details", "price_seconds", "bytes_by_kind", "fullest",
+    "memory_bytes", "device_bytes", *PARTS, "hidden_seconds",
 }  # fmt: skip
 ROW = {"name", "kind", "degrees", "compute_s", "halo_s", "exchange_s", "sync_s", "bytes",
        "recompute", "bytes_by_kind"}  # fmt: skip
@@ -44,6 +46,9 @@ def test_json_has_the_promised_keys_and_the_plan_loads(
     assert finish(shlex.join(["tilewise", "plan", *words]), monkeypatch) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert set(found) == KEYS
+    parts = sum(found[part] for part in PARTS) - found["hidden_seconds"]
+    assert parts == pytest.approx(found["step_seconds"])
+    assert found["memory_bytes"] <= found["device_bytes"]
     assert all(set(row) == ROW for row in found["layers"])
     assert set(found["baselines"]) == BASELINES
     assert all(
@@ -60,15 +65,18 @@ def test_json_has_the_promised_keys_and_the_plan_loads(
     assert str(plan.layers["features.0"]) == "h4"
     degrees = {row["name"]: row["degrees"] for row in found["layers"]}
     assert all(degrees[name] == str(one) for name, one in plan.layers.items())
-    words = [*SMALL, *where[:4], "--diff", str(path), "--pareto", "--explain", "features.0"]
+    words = [*SMALL, *where, "--diff", str(path), "--pareto", "--explain", "features.1"]
+    words += ["--memory", "64GiB"]
     assert finish(shlex.join(["tilewise", "plan", *words]), monkeypatch) == 0
     shown = capsys.readouterr().out
-    for text in ("compared with", "proven best", "time against memory", "features.0:", "the other"):
+    for text in ("compared with", "proven best", "time against memory", "the other"):
         assert text in shown
     line = " ".join(shown.split())
-    for text in ("compute does not hide it", "owt (one weird trick)", "held: kept for backward"):
+    for text in ("compute does not hide it", "owt (one weird trick)", "held: kept for backward",
+                 "features.1 is split as features.0", "all keep the pins",
+                 "has 14.9 GiB only: this plans for larger ones"):  # fmt: skip
         assert text in line
-    assert "features.0: ways that are left out" in shown
+    assert "features.1: ways that are left out" in shown
     assert "the layer has no depth to cut by d" in shown
 
 

@@ -146,11 +146,14 @@ def test_a_plan_that_does_not_fit_is_found_before_ranks_start(
         verify_command("net.py:Net", ["2x3x8x8"], ranks=2, plan="plan.json")
 
 
-def test_the_auto_plan_is_equal_too(tmp_path: Path) -> None:
+def test_the_auto_plan_is_equal_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     keep_rates(tmp_path, 2)
     path = tmp_path / "net.py"
     path.write_text(NET)
-    found = tilewise_here(tmp_path, "verify", f"{path}:Net", "--input", "2x3x9x8", "--plan", "auto")
+    words = ["verify", f"{path}:Net", "--input", "2x3x9x8", "--plan", "auto"]
+    found = tilewise_here(tmp_path, monkeypatch, capfd, *words)
     assert found["ok"]
     assert found["plan"] == "auto"
     assert list(tmp_path.glob("calls-2-*.json"))

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import tilewise as tw
-from measured_here import keep_rates, rates_here
+from measured_here import keep_rates, measuring_briefly, rates_here
 from tilewise import Graph, Mesh, Plan, capture
 from tilewise.auto import calls as timing
 from tilewise.auto import finals
@@ -53,7 +53,7 @@ def net() -> nn.Module:
 
 def split(mesh: Mesh, folder: str, memory: str | None) -> tuple[str, int, float]:
     """Parallelize twice; returns the plan, what was measured the second time, the loss' error."""
-    with mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}):
+    with measuring_briefly(folder):
         x, target = torch.randn(SHAPE), torch.randint(5, (4,))
         options: dict[str, Any] = {"loss": F.cross_entropy, "mesh": mesh, "memory": memory}
         untouched, given, before = net(), net(), torch.get_rng_state()
@@ -85,7 +85,7 @@ def folder(tmp_path: Path) -> str:
 
 def measure_all(mesh: Mesh, folder: str) -> None:
     """Measure the calls of the network, as any search for it would."""
-    with mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}):
+    with measuring_briefly(folder):
         exhausted(auto_search(graph(), mesh), lambda _: None)
 
 
@@ -111,7 +111,7 @@ def test_ranks_agree_and_measure_once(folder: str, devices: int) -> None:
     assert set(json.loads(plans.pop())["layers"]) >= {"0", "3", "5", "7"}
     assert all(count == 0 for _, count, _ in found)
     assert all(error < 1e-5 for _, _, error in found)
-    with mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}):
+    with measuring_briefly(folder):
         assert load_machine("local", devices=devices).name == "local"
         with pytest.raises(MachineError, match="tilewise calibrate --ranks 7"):
             load_machine("local", devices=7)
@@ -119,15 +119,15 @@ def test_ranks_agree_and_measure_once(folder: str, devices: int) -> None:
 
 def refused(mesh: Mesh, folder: str) -> str:
     with (
-        mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}),
+        measuring_briefly(folder),
         pytest.raises(PlanError) as caught,
     ):
         tw.parallelize(net(), torch.randn(SHAPE), plan="auto", memory="1KB", mesh=mesh)
     return str(caught.value)
 
 
-def test_too_little_memory_is_the_same_error_on_all_ranks(folder: str) -> None:
-    said = ranks(2, refused, folder)
+def test_too_little_memory_is_the_same_error_on_all_ranks(measured: str) -> None:
+    said = ranks(2, refused, measured)
     assert len(set(said)) == 1
     assert "too small" in said[0]
 
@@ -174,7 +174,7 @@ def test_calibrate_says_on_which_hosts_it_measured(folder: str) -> None:
     crew.run.side_effect = lambda function: ["0×1 1×1"] if function is hosts else []
     fitted = mock.Mock(return_value=rates_here(2))
     with (
-        mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}),
+        measuring_briefly(folder),
         mock.patch.multiple(
             command, Crew=lambda *_, **__: crew, measure=lambda *_: iter(()), machine_of=fitted
         ),
@@ -208,7 +208,7 @@ def try_plans(
         return seconds.get(splits(plan), 2.0)
 
     with (
-        mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}),
+        measuring_briefly(folder),
         mock.patch.object(finals, "step_seconds", pretend),
         mock.patch.multiple(finals, HOPELESS=1e9, SECONDS=limit),
         mock.patch.object(auto_plans, "ROUNDS", (5,)),
@@ -295,7 +295,7 @@ def learn(mesh: Mesh, folder: str, kept: object) -> tuple[list[str], list[str], 
     fast = as_plan(graph(), wanted)
     runs = []
     with (
-        mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}),
+        measuring_briefly(folder),
         mock.patch.object(finals, "step_seconds", pretend),
         mock.patch.object(finals, "load", wraps=load if kept is None else always),
         mock.patch.object(auto_plans, "_learned", learned),
@@ -321,7 +321,7 @@ def all_refuse(mesh: Mesh, folder: str) -> tuple[int, bool]:
     """Let no plan run; returns how often that was tried, and whether a plan came of it."""
     tried = mock.Mock(return_value=inf)
     with (
-        mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}),
+        measuring_briefly(folder),
         mock.patch.object(finals, "step_seconds", tried),
         mock.patch.object(finals, "HOPELESS", 1e9),
     ):
@@ -339,7 +339,7 @@ def short_of_memory(mesh: Mesh, folder: str) -> tuple[str, tuple[str, ...], str]
     deep = nn.Sequential(*(copy.deepcopy(layer) for _ in range(10) for layer in layers))
     captured = capture(deep, (torch.zeros(2, 4, 64, 64),))
     said = ""
-    with mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}):
+    with measuring_briefly(folder):
         try:
             exhausted(auto_search(captured, mesh, memory="1.2MB", recompute=False), lambda _: None)
         except PlanError as error:
@@ -368,7 +368,7 @@ def try_options(mesh: Mesh, folder: str) -> list[tuple[tuple[str, ...], torch.dt
 
     options = {"recompute": ("*",)}
     with (
-        mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}),
+        measuring_briefly(folder),
         mock.patch.object(finals, "step_seconds", pretend),
         mock.patch.multiple(finals, HOPELESS=1e9, SECONDS=-1.0),
         mock.patch.object(auto_plans, "ROUNDS", (5,)),
@@ -381,8 +381,8 @@ def try_options(mesh: Mesh, folder: str) -> list[tuple[tuple[str, ...], torch.dt
     return seen
 
 
-def test_plans_are_tried_as_they_are_to_run(folder: str) -> None:
-    for seen in ranks(2, try_options, folder):
+def test_plans_are_tried_as_they_are_to_run(measured: str) -> None:
+    for seen in ranks(2, try_options, measured):
         tried = [(("*",), torch.bfloat16), (("*",), None), ((), None)]
         assert seen == [one for one in tried for _ in range(2)]
 
@@ -393,7 +393,7 @@ def refuse_numbers(mesh: Mesh, folder: str) -> bool:
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(output, target - 1)
 
-    with mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}):
+    with measuring_briefly(folder):
         captured = capture(net(), (torch.zeros(SHAPE),), loss, targets=(torch.ones(4).long(),))
         seconds = [
             finals.step_seconds(
@@ -490,7 +490,7 @@ def measure_twice(mesh: Mesh, folder: str) -> tuple[list[list[str]], list[str]]:
         yield
 
     with (
-        mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}),
+        measuring_briefly(folder),
         mock.patch.object(timing, "LONG", 0.0),
         mock.patch.object(auto_plans, "PASSES", ((1.2, 9.0), (1.2, 9.0))),
         mock.patch.object(auto_plans, "time_calls", pretend),
@@ -511,7 +511,7 @@ def measure_briefly(mesh: Mesh, folder: str) -> tuple[list[int], list[str]]:
     """Search twice without time to measure; returns how many calls each measured, and the kept."""
     counts = []
     with (
-        mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}),
+        measuring_briefly(folder),
         mock.patch.object(auto_plans, "PASSES", ((1.5, -1.0), (2.5, -1.0))),
     ):
         for _ in range(2):
@@ -546,7 +546,7 @@ def test_sums_hide_as_far_as_the_machine_says() -> None:
 def measure_again(mesh: Mesh, folder: str) -> list[str]:
     """Search with an unreadable machine file; returns what was measured."""
     quick = mock.patch("tilewise.auto.calibrate.SECONDS", 0.001)
-    with mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}), quick:
+    with measuring_briefly(folder), quick:
         return list(dict.fromkeys(text.split(":")[0] for text in auto_search(graph(), mesh)))
 
 
@@ -597,7 +597,7 @@ def with_a_refusal(mesh: Mesh, folder: str) -> list[str]:
         return real(mesh, one, *rest)
 
     with (
-        mock.patch.dict(os.environ, {"TILEWISE_CACHE": folder}),
+        measuring_briefly(folder),
         mock.patch.object(timing, "_time", picky),
     ):
         for _ in auto_search(graph(), mesh):
