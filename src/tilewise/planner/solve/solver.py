@@ -104,6 +104,7 @@ class Solver:
         self._low: Sequence[Floats] | None = None
         self._tried: tuple[bytes, ...] = ()
         self._too_many = np.inf
+        self._widest = WIDEST
 
     @property
     def seconds(self) -> float:
@@ -210,9 +211,9 @@ class Solver:
                     break
                 self._keep([np.ones(k, bool) for k in self._live.sizes])
             elif not self._search(self.width) and not self.ended:
-                if self.width >= WIDEST:
+                if self.width >= self._widest:
                     break
-                self.width = min(WIDER * self.width, WIDEST)
+                self.width = min(WIDER * self.width, self._widest)
 
     def _patience(self) -> int:
         """Return how many rounds to wait for a better bound by other weights."""
@@ -357,6 +358,7 @@ class Solver:
         judge = None if self._judge is None else allowed
         inner = Solver(problem, self.cap, until, self.seconds, judge=judge)
         inner._cuts.join(self._cuts)
+        inner._widest = NARROWEST  # that there is no better one among them is of no use
         inner.resume(self._relaxation.weights, 0.0, ())
         inner.solve()
         self._cuts.join(inner._cuts)
