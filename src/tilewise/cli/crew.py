@@ -88,7 +88,7 @@ class Crew:
         """Call `function(mesh, *arguments)` on all ranks; returns what each of them returned.
 
         With a title, a bar shows how many times a generator function has yielded so far, and the
-        text it yielded last.
+        text it yielded last, each text at least for a moment.
         """
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         console = Console(stderr=True, quiet=not title)
@@ -96,8 +96,9 @@ class Crew:
             bar = progress.add_task(title, total=total or None)
 
             def show(said: Any) -> None:
-                text = f"{title}, {said}" if isinstance(said, str) else title
-                progress.update(bar, advance=1, description=text)
+                named = isinstance(said, str)
+                text = f"{title}, {said}" if named else title
+                progress.update(bar, advance=1, description=text, refresh=named)
 
             return self._run(function, arguments, show)
 

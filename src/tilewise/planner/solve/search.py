@@ -72,6 +72,8 @@ class _Partial:
 
 CHUNK = 1 << 22
 """The most bounds to compute at once."""
+BESIDE = 33
+"""With so many others a partial assignment is compared at most."""
 MOST = 1 << 62
 """The largest number that tells rows apart."""
 
@@ -272,17 +274,20 @@ class Search:
             keep = np.ones(count, bool)
             keep[1:] = value[1:] < lowest[:-1]
             return order[keep]
-        burst = np.maximum(partial.burst, self._floor)
         held = partial.sums[:, 3:]
         order = np.lexsort((held.max(1), slow, group))
-        values = np.column_stack((slow, fast, held, burst))[order]
-        ordered = group[order]
+        burst = np.maximum(partial.burst, self._floor)
+        # in this order no row of a group is slower than a later one
+        columns = [column[order] for column in (group, fast, *held.T, burst)]
         keep = np.ones(count, bool)
-        for step in range(1, min(count, 33)):
-            same = ordered[step:] == ordered[:-step]
-            if not same.any():
+        for step in range(1, min(count, BESIDE)):
+            group, *values = columns
+            worse = group[step:] == group[:-step]
+            if not worse.any():
                 break
-            keep[step:] &= ~(same & (values[:-step] <= values[step:]).all(1))
+            for column in values:
+                worse &= column[:-step] <= column[step:]
+            keep[step:] &= ~worse
         return order[keep]
 
     def _seen(self, done: int) -> dict[int, Ints]:
