@@ -34,7 +34,8 @@ from tilewise.planner.solve import (
 )
 from tilewise.planner.solve.memory import NONE
 from tilewise.planner.solve.planes import highest
-from tilewise.planner.solve.restrict import mean
+from tilewise.planner.solve.problem import Ints
+from tilewise.planner.solve.restrict import mean, picked, restrict
 from tilewise.planner.solve.search import TOLERANCE
 from tilewise.planner.solve.solver import Solver
 from tilewise.planner.solve.weights import Weights
@@ -44,6 +45,8 @@ ROUNDS = 12
 """How many means to minimise for the least peak at most."""
 NEAR, NEAR_PART = 12, 0.25
 """How many descents from the fastest plan to try at most, and in which part of the time."""
+LATELY = 12
+"""The candidates of how many plans seen to look at where only few are."""
 NEARER = 4
 """Which part of the way from the least peak found to its bound a descent tries to go."""
 SAYING = 1.0
@@ -106,6 +109,7 @@ class Within:
         self._seen: dict[Choice, tuple[Cost, Moments]] = {}
         self._some: list[Moment] = []
         self._fuller: dict[Moment, None] = {}
+        self._few: list[Ints] = []
         self._limited = Limited(self.sums, limit, free, found.problem)
 
     def run(self, hints: Sequence[Choice]) -> Limited:
@@ -189,32 +193,82 @@ class Within:
         """Limit ever more moments until bound and best plan meet or time is up."""
         weights = self.free.weights
         solver: Solver | None = None
+        some: list[Moment] = []
         # the first ones in any case: what is said of a limit must know of them
-        while self._fuller and self.bound < inf and not (self._some and self._closed):
-            self._some += self._fuller
-            weights = Weights(weights.overlap, (*weights.byte, *(0.0 for _ in self._fuller)))
-            self._fuller.clear()
-            problem = self.sums.problem(self._some, self.limit)
-            self._take(problem, weights)
+        while (
+            len(self._all_limited()) > len(some)
+            and self.bound < inf
+            and not (some and self._closed)
+        ):
+            some = self._all_limited()
+            weights = weights.of_sums(len(some))
+            problem = self.sums.problem(some, self.limit)
+            self._take(problem, some, weights)
             if self._left <= 0 or self._closed:
                 break
-            seconds = inf if self.best is None else self.best[0]
-            first = solver is None
+            before, seconds = solver, inf if self.best is None else self.best[0]
             solver = Solver(
-                problem, self.limit, self.deadline, seconds, judge=self._judge, before=solver
+                problem,
+                self.limit,
+                self.deadline,
+                seconds,
+                judge=self._judge,
+                before=before,
+                among=self._among,
             )
-            solver.resume(weights, self.bound, self._costs())
-            if first:
+            proposed = None if before is None else before.proposed
+            solver.resume(weights, self.bound, self._costs(), proposed)
+            if before is None:
                 solver.descend(self.free.choice)
             solver.solve()
             self.bound = max(self.bound, solver.bound)
             weights = solver.weights
-            self._take(problem, weights)
+            self._take(problem, some, weights)
 
-    def _take(self, problem: Problem, weights: Weights) -> None:
+    def _all_limited(self) -> list[Moment]:
+        """Limit the moments at which plans were met above the limit too; return all of them."""
+        self._some += self._fuller
+        self._fuller.clear()
+        return list(self._some)
+
+    def _among(
+        self, outer: Solver, few: list[Ints], seconds: float
+    ) -> tuple[Weights, Choice | None]:
+        """Search among few candidates of each variable, and limit the moments that matter there.
+
+        That takes little time, and tells most of those that matter among all, and good weights.
+        Candidates of plans seen lately, and those that were left the last time, are looked at too.
+        """
+        deadline = time.monotonic() + seconds
+        seen = np.array(list(self._seen)[-LATELY:])
+        few = [np.union1d(some, seen[:, v]) for v, some in enumerate(few)]
+        few = [np.union1d(*both) for both in zip(few, self._few or few, strict=True)]
+        before, solver = self.best, outer
+        while True:
+            some = self._all_limited()
+            problem = restrict(self.sums.problem(some, self.limit), dict(enumerate(few)))
+            best = inf if self.best is None else self.best[0]
+            inner = Solver(
+                problem,
+                self.limit,
+                deadline,
+                best,
+                judge=lambda places: self._judge(picked(few, places)),
+                widest=0,
+            )
+            inner.follow(solver, self._costs())
+            inner.solve()
+            solver = inner
+            if not self._fuller or time.monotonic() > deadline:
+                break
+        left = zip(few, solver.candidates, strict=True)
+        self._few = [candidates[places] for candidates, places in left]
+        better = None if self.best == before or self.best is None else self.best[1]
+        return solver.weights.of_sums(len(self._all_limited())), better
+
+    def _take(self, problem: Problem, some: Sequence[Moment], weights: Weights) -> None:
         solution = replace(self.free, weights=weights)
-        some = tuple(self._some)
-        self._limited = Limited(self.sums, self.limit, solution, problem, self.limit, some)
+        self._limited = Limited(self.sums, self.limit, solution, problem, self.limit, tuple(some))
 
     def _costs(self) -> Iterator[Cost]:
         """Yield what the plans seen cost, with the bytes of the moments that are limited."""

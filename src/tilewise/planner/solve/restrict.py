@@ -47,6 +47,11 @@ def restrict(problem: Problem, kept: Mapping[int, Ints]) -> Problem:
     return Problem(tuple(variables), tuple(transfers), tuple(ties))
 
 
+def picked(kept: Sequence[Ints], places: Sequence[int]) -> tuple[int, ...]:
+    """Return the candidates at some places among those that were kept of each variable."""
+    return tuple(int(some[place]) for some, place in zip(kept, places, strict=True))
+
+
 def mean(problem: Problem, weights: Sequence[float] | None = None) -> Problem:
     """Return the problem with a mean of its sums, which is never above the largest of them.
 

@@ -132,9 +132,9 @@ class Search:
             seen = self._seen(turn + 1)
             try:
                 partial = self._extend(partial, v, [e.buckets[v] for e in buckets], best, 8 * width)
+                partial = partial.take(self._undominated(partial, turn, seen))
             except TimeoutError:
-                return Found(nothing, min(self._aside, float(partial.bounds.max(1).min())))
-            partial = partial.take(self._undominated(partial, turn, seen))
+                return Found(nothing, min([self._aside, *partial.bounds.max(1).tolist()]))
             partial = partial.take(self._lowest(partial.bounds.max(1), width))
             if not len(partial):
                 return Found(nothing, self._aside)
@@ -165,6 +165,7 @@ class Search:
         self, partial: _Partial, v: int, buckets: list[list[Bucket]], best: float, width: int
     ) -> _Partial:
         """Add variable v in all ways that stay below the best."""
+        in_time(self._deadline)
         limit = best * (1.0 - TOLERANCE)
         rows, places, first = self._below(partial, v, buckets[0], limit, width)
         longer = partial.take(rows)
@@ -179,6 +180,7 @@ class Search:
         for table in self._touching[v]:
             self._charge(table, v, longer)
         forward, backward, sync = longer.sums[:, :3].T
+        in_time(self._deadline)
         ok = (longer.bounds < limit).all(1) & (forward + np.maximum(backward, sync) < limit)
         if self.cap is not None:
             held = longer.sums[:, 3:] + self._rest[self._turn[v]]
@@ -236,6 +238,7 @@ class Search:
             for kind, column in ((0, moves.forward), (1, moves.backward)):
                 partial.sums[:, kind] += np.where(fresh, column[s, t], 0)
             partial.sums[:, 3:] += np.where(fresh, moves.held[s, t], 0)[:, None] * counts
+            in_time(self._deadline)
             for k, terms in enumerate(self.terms):
                 if table in terms.exact:
                     continue  # the buckets charge it once already
@@ -281,6 +284,7 @@ class Search:
         columns = [column[order] for column in (group, fast, *held.T, burst)]
         keep = np.ones(count, bool)
         for step in range(1, min(count, BESIDE)):
+            in_time(self._deadline)
             group, *values = columns
             worse = group[step:] == group[:-step]
             if not worse.any():

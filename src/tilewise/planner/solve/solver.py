@@ -24,7 +24,7 @@ from tilewise.planner.solve.known import know
 from tilewise.planner.solve.live import Live
 from tilewise.planner.solve.problem import Floats, Ints, Problem
 from tilewise.planner.solve.relax import Relaxation
-from tilewise.planner.solve.restrict import restrict
+from tilewise.planner.solve.restrict import picked, restrict
 from tilewise.planner.solve.search import TOLERANCE, Search
 from tilewise.planner.solve.solution import Solution
 from tilewise.planner.solve.terms import WORK, Terms
@@ -34,7 +34,7 @@ ENTRIES = 1 << 16
 """How many moves of one tensor to know at first; more when the bounds need it."""
 NARROWEST, WIDER, WIDEST = 1 << 10, 1 << 4, 1 << 18
 """The fewest partial assignments to keep at once, the next larger number, and the most."""
-NEAR, FAR = 0.1, 0.1
+NEAR, FAR = 0.1, 0.03
 """Which part of the gap better weights should promise before more than a few are tried, and how
 large a gap counts as a part of the bound at most."""
 PART = 0.5
@@ -45,10 +45,14 @@ FEW, TRYING, HEAVY = 16, 0.15, 1 << 24
 """How many candidates of each variable to try together, in which part of the time left, and how
 many sums an exact minimum of all would have to look at for that, and for looking for good weights
 before all candidates are bounded, to be worth while."""
-SKIPS = 6
-"""How many times to look for better weights by exact minima alone, where they are much work."""
+AIM, LEAST = 0.25, 0.01
+"""Up to which part of the gap above the bound, and of the bound, to enumerate at once: where no
+good assignment is known, most of what is below the best one is not worth looking at."""
 HINTS = 2
 """From how many hints to descend."""
+
+Among = Callable[["Solver", list[Ints], float], tuple[Weights, Sequence[int] | None]]
+"""Searches among few candidates of each variable, where a solver is, for so many seconds."""
 
 
 class Solver:
@@ -64,6 +68,10 @@ class Solver:
             it is not, and the problem should know why before it is solved. Then solving ends.
         before: one of the same variables with fewer sums, to begin with what it knows: candidates,
             moves and messages.
+        among: how to search among few candidates of each variable. Returns the best weights and a
+            better assignment, if there are any. Weights of more sums than the problem has end
+            solving: whoever goes on, with these sums too, begins near them (`proposed`).
+        widest: the most partial assignments to keep at once; below NARROWEST nothing is enumerated.
     """
 
     def __init__(
@@ -75,6 +83,8 @@ class Solver:
         *,
         judge: Callable[[tuple[int, ...]], bool | None] | None = None,
         before: Solver | None = None,
+        among: Among | None = None,
+        widest: int = WIDEST,
     ) -> None:
         self.began = time.monotonic()
         self.problem = problem = know(problem)
@@ -86,9 +96,11 @@ class Solver:
         self.bound = 0.0
         self.width: int = NARROWEST if before is None else before.width
         self.weights = Weights()
+        self.proposed: Weights | None = None
         self.statistics: dict[str, float] = {"rounds": 0, "exact": 0, "searches": 0, "width": 0}
         self.ended = False
         self._judge = judge
+        self._among: Among = among or Solver._search_few
         known = None if before is None else before._relaxation
         self._live: Live = Live(problem, ENTRIES, before=None if before is None else before._live)
         self._relaxation: Relaxation = Relaxation(self._live, Weights(), self._penalty(), known)
@@ -98,13 +110,12 @@ class Solver:
         self._random = np.random.default_rng(0)
         self._exact, self._work = False, 0.0
         self._grows = True
-        self._skipped = 0
         self._spared = Weights()
         self._order: Order | None = None
         self._low: Sequence[Floats] | None = None
         self._tried: tuple[bytes, ...] = ()
         self._too_many = np.inf
-        self._widest = WIDEST
+        self._widest = widest
 
     @property
     def seconds(self) -> float:
@@ -178,12 +189,27 @@ class Solver:
         if first is not None:
             self.descend(first)
 
-    def resume(self, weights: Weights, bound: float, costs: Iterable[Cost]) -> None:
-        """Begin near weights that gave a good bound, with what assignments cost that were seen."""
+    def resume(
+        self,
+        weights: Weights,
+        bound: float,
+        costs: Iterable[Cost],
+        proposed: Weights | None = None,
+    ) -> None:
+        """Begin near weights that gave a good bound, with what assignments cost that were seen.
+
+        At those that are proposed, if there are any.
+        """
         for cost in costs:
             self._cuts.add(cost, self._floor())
         self.weights, self.bound = weights, bound
-        self._relaxation.reweigh(weights.toward(self._cuts.best(), PART))
+        self._relaxation.reweigh(proposed or weights.toward(self._cuts.best(), PART))
+
+    def follow(self, other: Solver, costs: Iterable[Cost] = ()) -> None:
+        """Begin where one is that has these sums or fewer, and these candidates or more."""
+        count = self.problem.sums if self.cap is not None else 0
+        now = other._relaxation.weights.of_sums(count)
+        self.resume(other.weights.of_sums(count), other.bound, costs, now)
 
     def solve(self) -> None:
         """Improve the best assignment and the bound until they meet or time is up."""
@@ -200,8 +226,6 @@ class Solver:
             moved = self._round()
             if self.closed or self.late:
                 break
-            if self._skipped:
-                continue
             gained = self.bound > before[0] * (1 + 1e-4) or self.seconds < before[1] * (1 - 1e-4)
             idle = 0 if gained and moved else idle + 1
             if idle < self._patience():
@@ -210,8 +234,10 @@ class Solver:
                 if not self._grows or not self._live.grow(max(self._end, self.deadline)):
                     break
                 self._keep([np.ones(k, bool) for k in self._live.sizes])
+            elif self.width > self._widest:
+                break
             elif not self._search(self.width) and not self.ended:
-                if self.width >= self._widest:
+                if self.width == self._widest:
                     break
                 self.width = min(WIDER * self.width, self._widest)
 
@@ -297,21 +323,22 @@ class Solver:
         bounds, decoded = self._bounds()
         if self.closed:
             return False
-        self.descend(self._choice(decoded))
-        if self._exact and not self._skipped and self.cap is not None and np.isinf(self.seconds):
+        if not (self._exact and self._improvable()):  # soon there are better ones to begin with
+            self.descend(self._choice(decoded))
+        if self._exact and self._work <= HEAVY and np.isinf(self.seconds):
             self._spare()
-        tuned: Weights | None = None
-        if bounds is not None:
-            if self._low is not None:
-                bounds = [np.maximum(*both) for both in zip(self._low, bounds, strict=True)]
-            heavy = self._live.whole and self._work > HEAVY and max(self._live.sizes) > FEW + 1
-            if heavy and not self.late:
-                tuned = self._try_few(bounds)
-            self._live.lean(decoded, 1.5 / (3.0 + self.statistics["rounds"]))
-            if not self._drop([b < self.seconds * (1 - TOLERANCE) for b in bounds], bounds):
-                return False
+        if self._low is not None:
+            bounds = [np.maximum(*both) for both in zip(self._low, bounds, strict=True)]
+        tuned = self.weights
+        if self._live.whole and self._work > HEAVY and max(self._live.sizes) > FEW + 1:
+            tuned = self._try_few(bounds)
+        self._live.lean(decoded, 1.5 / (3.0 + self.statistics["rounds"]))
+        if not self._drop([b < self.seconds * (1 - TOLERANCE) for b in bounds], bounds):
+            return False
+        if self.ended:
+            return False
         proposed = self._cuts.best()
-        if tuned is not None:
+        if tuned != self.weights:
             proposed = tuned
         elif self.problem.sums > 1 and self.bound <= before:
             proposed = self.weights.toward(proposed, PART)
@@ -331,48 +358,43 @@ class Solver:
                 terms = Terms(self._relaxation, self.weights.times(factor), self._order)
                 self.descend(self._choice(terms.eliminate(self.deadline).best()))
 
-    def _try_few(self, bounds: Sequence[Floats]) -> Weights | None:
+    def _try_few(self, bounds: Sequence[Floats]) -> Weights:
         """Look for better assignments among the few candidates of each variable with low bounds.
 
         Of these there are so few that bounds are exact but for the weights. Returns the weights
-        that were best there, if that is known.
+        that were best there.
         """
         few = []
         for v, (some, low) in enumerate(zip(self._live.candidates, bounds, strict=True)):
             best = some[np.argsort(low, kind="stable")[:FEW]]
             few.append(best if self.best is None else np.union1d(best, [self.best[v]]))
         tried = tuple(some.tobytes() for some in few)
-        if tried == self._tried:
-            return None
+        left = self.deadline - time.monotonic()
+        if tried == self._tried or left <= 0 or self.ended:
+            return self.weights
         self._tried = tried
+        weights, better = self._among(self, few, TRYING * left)
+        if better is not None:
+            self.descend(better)
+        if len(weights.byte) > self.problem.sums:
+            self.proposed, self.ended = weights, True
+        return weights
 
-        def chosen(places: Sequence[int]) -> tuple[int, ...]:
-            return tuple(int(some[k]) for some, k in zip(few, places, strict=True))
-
-        def allowed(places: tuple[int, ...]) -> bool | None:
-            return None if self._judge is None else self._judge(chosen(places))
-
-        now = time.monotonic()
+    def _search_few(self, few: list[Ints], seconds: float) -> tuple[Weights, Sequence[int] | None]:
         problem = restrict(self.problem, dict(enumerate(few)))
-        until = now + TRYING * (self.deadline - now)
-        judge = None if self._judge is None else allowed
-        inner = Solver(problem, self.cap, until, self.seconds, judge=judge)
+        deadline = time.monotonic() + seconds
+        # that there is no better one among them is of no use
+        inner = Solver(problem, self.cap, deadline, self.seconds, widest=NARROWEST)
         inner._cuts.join(self._cuts)
-        inner._widest = NARROWEST  # that there is no better one among them is of no use
-        inner.resume(self._relaxation.weights, 0.0, ())
+        inner.follow(self)
         inner.solve()
         self._cuts.join(inner._cuts)
-        self.ended |= inner.ended
-        if inner.best is not None:
-            self.descend(chosen(inner.best))
-        return inner.weights if inner.bound > 0.0 else None
+        return inner.weights, None if inner.best is None else picked(few, inner.best)
 
-    def _bounds(self) -> tuple[list[Floats] | None, list[int]]:
+    def _bounds(self) -> tuple[list[Floats], list[int]]:
         """Bound all candidates; return also the places of a good assignment.
 
-        An exact minimum is sooner known than what it would be with each candidate. Where both are
-        much work, there are no bounds of candidates until the weights are nearly the best, or for
-        some rounds.
+        There are no bounds where the assignment is as fast as the bound.
         """
         relaxation = self._relaxation
         if self._live.whole:
@@ -393,14 +415,9 @@ class Solver:
                 self.offer(self._choice(best))
                 if self.closed:
                     return [], best
-                if self._work > HEAVY and self._skipped < SKIPS and self._improvable():
-                    self._skipped += 1
-                    return None, best
-                self._skipped = 0
                 # even if that is the end: whoever goes on has fewer candidates then
                 self.offer(self._choice(best), least=True)
                 return self._proven(found.least, found.marginals()), best
-        self._skipped = 0
         for _ in range(2):
             relaxation.sweep()
         bounds, best = self._marginals()
@@ -437,7 +454,7 @@ class Solver:
         return [int(c[k]) for c, k in zip(self._live.candidates, places)]
 
     def _search(self, width: int) -> bool:
-        """Enumerate what is left; return whether the best is now much better."""
+        """Enumerate what is left and near the bound; return whether that is worth doing again."""
         self.statistics["searches"] += 1
         self.statistics["width"] = width
         first, *others = self.weights.around()
@@ -446,8 +463,9 @@ class Solver:
         order = Terms(self._relaxation, first, before=self._order).in_turn()
         terms = [Terms(self._relaxation, weights, order) for weights in (first, *others)]
         before = self.seconds
-        found = Search(self._live, terms, self.cap).run(before, width, self.deadline)
-        bound = found.bound
+        target = min(self.bound + max(AIM * (before - self.bound), LEAST * self.bound), before)
+        found = Search(self._live, terms, self.cap).run(target, width, self.deadline)
+        bound = min(found.bound, target)
         for places in found.choices:
             cost = self.offer(self._choice(places), least=True)
             bound = min(bound, np.inf if cost is None else cost.seconds)
@@ -455,4 +473,4 @@ class Solver:
             self.descend(self._choice(found.choices[0]))
         self.bound = max(self.bound, min(bound, self.seconds))
         self._relaxation.reweigh(self.weights)
-        return self.seconds < before * (1 - 1e-3)
+        return self.seconds < before * (1 - 1e-3) or self.bound >= target

@@ -73,6 +73,10 @@ class Weights:
             near += [self.times(factor) for factor in AROUND]
         return near
 
+    def of_sums(self, count: int) -> Weights:
+        """Return weights of so many sums; bytes of those that are new count nothing."""
+        return Weights(self.overlap, self.byte + (0.0,) * (count - len(self.byte)))
+
     def times(self, factor: float) -> Weights:
         """Return weights with bytes that count so many times as much."""
         return Weights(self.overlap, tuple(factor * byte for byte in self.byte))
