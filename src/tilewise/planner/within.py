@@ -379,7 +379,7 @@ def weigh(seen: Sequence[Moments]) -> dict[Moment, float]:
     # weights that add up to more than one cost more than they bring
     most = float(held.max())
     constants = np.repeat((0.0, most), len(held))
-    found, _ = highest(constants, np.concatenate((held, held - most)), np.ones(len(places)))
+    found, *_ = highest(constants, np.concatenate((held, held - most)), np.ones(len(places)))
     return {
         seen[0].at(int(place)): float(weight)
         for place, weight in zip(places, found, strict=True)

@@ -137,6 +137,15 @@ class Live:
             for link in links:
                 link.share[t] += part / len(links)
 
+    def some(self, places: Sequence[Ints]) -> list[Ints]:
+        """Return the candidates at some places among those that are live."""
+        return [c[some] for c, some in zip(self.candidates, places, strict=True)]
+
+    def places(self, candidates: Sequence[Ints]) -> list[Ints]:
+        """Return the places of candidates, leaving out those that are not live."""
+        pairs = zip(self.candidates, candidates, strict=True)
+        return [np.flatnonzero(np.isin(live, some, assume_unique=True)) for live, some in pairs]
+
     @property
     def sizes(self) -> list[int]:
         """The number of live candidates of each variable."""

@@ -4,7 +4,7 @@
 
 Solved from the other side, by the simplex method: of all mixtures of rows (a, g) whose mean of g is
 at most zero, that with the least mean of a. For each column, what a mixture has above zero may be
-bought off at the price `most`.
+bought off at the price `most`. The mixture says which rows are in each other's way.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ TURNS = 50
 """After so many exchanges for each row of the basis, take the first that helps, not the best."""
 
 
-def highest(constants: Floats, slopes: Floats, most: Floats) -> tuple[Floats, float]:
-    """Return the best y and the height there; slopes have a row for each plane."""
+def highest(constants: Floats, slopes: Floats, most: Floats) -> tuple[Floats, float, Floats]:
+    """Return the best y, the height there, and the mixture; slopes have a row for each plane."""
     rows, columns = slopes.shape
     unit = np.abs(slopes).max(0)
     unit = np.where(unit > 0, unit, 1.0)
@@ -36,10 +36,12 @@ def highest(constants: Floats, slopes: Floats, most: Floats) -> tuple[Floats, fl
     basis = np.append(rows + np.arange(columns) + np.where(over, 0, columns), first)
     right = np.append(np.zeros(columns), 1.0)
     multipliers = np.zeros(columns + 1)  # at which any height is a true one
+    amounts = right
     for turn in range(4 * TURNS * (columns + 1)):
         inside = matrix[:, basis]
         if np.linalg.cond(inside) > 1e14:
             break  # rounding has led to a basis that is none
+        amounts = np.linalg.solve(inside, right).clip(0.0)
         multipliers = np.linalg.solve(inside.T, prices[basis])
         reduced = prices - multipliers @ matrix
         helping = np.flatnonzero(reduced < -1e-11)
@@ -47,7 +49,6 @@ def highest(constants: Floats, slopes: Floats, most: Floats) -> tuple[Floats, fl
             break
         stuck = turn > TURNS * (columns + 1)
         enters = int(helping[0] if stuck else helping[reduced[helping].argmin()])
-        amounts = np.linalg.solve(inside, right).clip(0.0)
         step = np.linalg.solve(inside, matrix[:, enters])
         falls = np.flatnonzero(step > 1e-10)
         if not len(falls):
@@ -57,4 +58,6 @@ def highest(constants: Floats, slopes: Floats, most: Floats) -> tuple[Floats, fl
         leaves = int(ties[basis[ties].argmin()] if stuck else ties[step[ties].argmax()])
         basis[leaves] = enters
     found = np.clip(-multipliers[:-1] * size / unit, 0.0, most)
-    return found, float((constants + slopes @ found).min())
+    mixture = np.zeros(matrix.shape[1])
+    mixture[basis] = amounts
+    return found, float((constants + slopes @ found).min()), mixture[:rows]

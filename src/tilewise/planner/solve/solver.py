@@ -14,12 +14,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 
+from tilewise.planner.solve.branch import Branches, Part
 from tilewise.planner.solve.descend import Descent, cheapest
 from tilewise.planner.solve.eliminate import Order
 from tilewise.planner.solve.evaluate import Cost, evaluate
+from tilewise.planner.solve.joint import Joint
 from tilewise.planner.solve.known import know
 from tilewise.planner.solve.live import Live
 from tilewise.planner.solve.problem import Floats, Ints, Problem
@@ -48,6 +51,8 @@ before all candidates are bounded, to be worth while."""
 AIM, LEAST = 0.25, 0.01
 """Up to which part of the gap above the bound, and of the bound, to enumerate at once: where no
 good assignment is known, most of what is below the best one is not worth looking at."""
+LITTLE = 1 << 24
+"""How many sums of costs an exact minimum may look at for parts to be bounded by themselves."""
 HINTS = 2
 """From how many hints to descend."""
 
@@ -116,6 +121,7 @@ class Solver:
         self._tried: tuple[bytes, ...] = ()
         self._too_many = np.inf
         self._widest = widest
+        self._open: list[Part] = [] if before is None else before._open
 
     @property
     def seconds(self) -> float:
@@ -203,7 +209,10 @@ class Solver:
         for cost in costs:
             self._cuts.add(cost, self._floor())
         self.weights, self.bound = weights, bound
-        self._relaxation.reweigh(proposed or weights.toward(self._cuts.best(), PART))
+        if proposed is None:
+            proposed = weights.toward(self._cuts.best(), PART)
+        # more sums may have come since it was proposed
+        self._relaxation.reweigh(proposed.of_sums(len(weights.byte)))
 
     def follow(self, other: Solver, costs: Iterable[Cost] = ()) -> None:
         """Begin where one is that has these sums or fewer, and these candidates or more."""
@@ -228,13 +237,15 @@ class Solver:
                 break
             gained = self.bound > before[0] * (1 + 1e-4) or self.seconds < before[1] * (1 - 1e-4)
             idle = 0 if gained and moved else idle + 1
+            if self._branch(early=True):
+                break
             if idle < self._patience():
                 continue
             if not self._live.whole:
                 if not self._grows or not self._live.grow(max(self._end, self.deadline)):
                     break
                 self._keep([np.ones(k, bool) for k in self._live.sizes])
-            elif self.width > self._widest:
+            elif self._branch() or self.width > self._widest:
                 break
             elif not self._search(self.width) and not self.ended:
                 if self.width == self._widest:
@@ -452,6 +463,43 @@ class Solver:
 
     def _choice(self, places: Sequence[int]) -> list[int]:
         return [int(c[k]) for c, k in zip(self._live.candidates, places)]
+
+    def _branch(self, *, early: bool = False) -> bool:
+        """Split what is left into ever smaller parts; say whether it was little enough for that."""
+        if not (self._live.whole and self._exact and self._work <= LITTLE):
+            return False
+        joint = Joint.of(self._live, self._penalty())
+        if joint.work > WORK:
+            return False
+        self.statistics["searches"] += 1
+        branches = Branches(
+            self._live,
+            joint,
+            self.cap,
+            self._floor(),
+            take=self.descend,
+            seconds=lambda: self.seconds,
+            ended=lambda: self.ended,
+        )
+        first = Part(self.bound, self.weights, joint.candidates, joint)
+        for part in self._parts(joint) or [first]:
+            branches.add(part)
+        branches.run(self.deadline)
+        self.weights = first.weights
+        self._open = [
+            replace(part, candidates=self._live.some(part.candidates)) for part in branches.parts
+        ]
+        self.statistics["parts"] = branches.looked
+        self.bound = max(self.bound, min(branches.bound, self.seconds))
+        return True
+
+    def _parts(self, joint: Joint) -> list[Part]:
+        """Return the parts that a solver before this one left open, as far as they are live."""
+        count = self.problem.sums if self.cap is not None else 0
+        return [
+            Part(part.bound, part.weights.of_sums(count), self._live.places(part.candidates), joint)
+            for part in self._open
+        ]
 
     def _search(self, width: int) -> bool:
         """Enumerate what is left and near the bound; return whether that is worth doing again."""

@@ -116,7 +116,7 @@ class Cuts:
         planes = np.array(list(self._planes))
         most = np.full(planes.shape[1] - 1, self._most)
         most[0] = 1.0
-        found, self.height = highest(planes[:, 0], planes[:, 1:], most)
+        found, self.height, _ = highest(planes[:, 0], planes[:, 1:], most)
         largest = LARGEST * float(planes[:, :2].sum(1).max())
         if self._most < largest and (found[1:] >= 0.999 * most[1:]).any() and self._most:
             self._most *= GROWTH
