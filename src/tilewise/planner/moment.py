@@ -45,7 +45,7 @@ class Sums:
         Candidates that no plan within the limit has burst above it, all others do not burst. Peaks
         are whole bytes: one that is less than a byte above the limit keeps it.
         """
-        problem = self._known
+        problem = self.base
         columns = [self.own(moment) for moment in some]
         variables = [
             replace(
@@ -63,7 +63,8 @@ class Sums:
         return replace(problem, variables=tuple(variables), transfers=tuple(transfers))
 
     @cached_property
-    def _known(self) -> Problem:
+    def base(self) -> Problem:
+        """The formulation's problem, with moves looked up where that is little."""
         return know(self.found.problem)
 
     def _copies(

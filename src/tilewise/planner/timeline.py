@@ -64,6 +64,14 @@ class Moments:
         """All moments, one phase after another."""
         return np.concatenate((self.forward, self.backward, self.optimizer))
 
+    def above(self, limit: int) -> list[Moment]:
+        """Return moments above a limit that are fuller than those beside them, fullest first."""
+        every = self.every
+        sides = np.pad([self.forward, self.backward, self.optimizer], ((0, 0), (1, 1)))
+        peaks = (sides[:, 1:-1] >= sides[:, :-2]) & (sides[:, 1:-1] > sides[:, 2:])
+        found = np.flatnonzero((every > limit) & peaks.ravel())
+        return [self.at(int(k)) for k in found[np.argsort(-every[found], kind="stable")]]
+
     def bytes_at(self, moment: Moment) -> float:
         """Return what is held at a moment."""
         return float(self.every[PHASES.index(moment.phase) * len(self.names) + moment.call])

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import inf
 
 import numpy as np
@@ -45,6 +46,8 @@ ROUNDS = 12
 """How many means to minimise for the least peak at most."""
 NEAR, NEAR_PART = 12, 0.25
 """How many descents from the fastest plan to try at most, and in which part of the time."""
+AT_ONCE = 3
+"""How many moments at which a plan is above the limit to limit at once."""
 LATELY = 12
 """The candidates of how many plans seen to look at where only few are."""
 NEARER = 4
@@ -159,7 +162,7 @@ class Within:
         None is for plans that are the fullest at a moment that is not limited yet.
         """
         if choice not in self._seen:
-            cost = evaluate(self.found.problem, choice)
+            cost = evaluate(self.sums.base, choice)
             self._seen[choice] = cost, moments(self.found, choice)
         cost, held = self._seen[choice]
         if held.peak_bytes <= self.limit:
@@ -168,7 +171,8 @@ class Within:
             return True
         if held.fullest in self._some:
             return False
-        self._fuller[held.fullest] = None
+        others = (moment for moment in held.above(self.limit) if moment not in self._some)
+        self._fuller |= dict.fromkeys((held.fullest, *islice(others, AT_ONCE)))
         return None
 
     def _descend(self) -> None:
@@ -185,7 +189,7 @@ class Within:
             fullest = self._seen[choice][1].fullest
             if fullest in full:
                 break
-            full[fullest] = None
+            full |= dict.fromkeys((fullest, *self._seen[choice][1].above(self.limit)[:AT_ONCE]))
             descent = Descent(self.sums.problem(list(full), self.limit), self.limit)
             choice = tuple(descent(self.free.choice, deadline=deadline))
 

@@ -236,26 +236,34 @@ class Branches:
         return all(len(kept) for kept in part.candidates)
 
     def _split(self, part: Part, met: Ints, mixture: Floats) -> list[Part]:
-        """Split the candidates of the variable about which the bound is least decided."""
+        """Split the candidates of the variable about which the bound is least decided.
+
+        That is the one which differs the most between the assignments that balance each other, in
+        the bytes that it holds or in how much of its sums is to hide; candidates with less of it
+        than these have on average are apart from those with more.
+        """
         sizes = np.array([len(some) for some in part.candidates])
         if sizes.max() == 1:
             return []  # a single assignment, which was met
-        best: tuple[float, int, int, int] | None = None
         amounts = mixture if len(mixture) == len(met) else np.zeros(len(met))
         some = np.flatnonzero(amounts > 1e-9)
-        for v in np.flatnonzero(sizes > 1).tolist():
-            share = np.bincount(met[some, v], amounts[some], len(self._burst[v]))
-            undecided = round(1.0 - float(share.max(initial=0.0)), 3) if len(some) else 0.0
-            ranked = undecided, -int(sizes[v]), v, int(share.argmax())
-            best = ranked if best is None or ranked > best else best
-        assert best is not None
-        undecided, _, v, place = best
-        if not undecided:
+        shares = amounts[some] / max(float(amounts[some].sum()), 1e-9)
+        weights = self._vector(part.weights)[3:]
+        widest, v, first = 0.0, -1, np.zeros(0, bool)
+        for u in np.flatnonzero(sizes > 1).tolist() if len(some) else ():
+            own = self._joint.own[u]
+            for seconds in (own[:, 3:] @ weights, own[:, 2] - own[:, 1]):
+                mine = seconds[met[some, u]]
+                mean = float(mine @ shares)
+                spread = float((mine - mean) ** 2 @ shares)
+                below = seconds[part.candidates[u]] < mean
+                if spread > widest and below.any() and not below.all():
+                    widest, v, first = spread, u, below
+        if not widest:
             v, place = self._unpaid(part, met, some, sizes)
-        alone = part.candidates[v] == place
-        if not alone.any():
-            alone[0] = True
-        halves = alone, ~alone
+            first = part.candidates[v] == place
+            if not first.any():
+                first[0] = True
         return [
             Part(
                 part.bound,
@@ -263,7 +271,7 @@ class Branches:
                 [c[half] if u == v else c for u, c in enumerate(part.candidates)],
                 part.joint,
             )
-            for half in halves
+            for half in (first, ~first)
         ]
 
     def _unpaid(self, part: Part, met: Ints, some: Ints, sizes: Ints) -> tuple[int, int]:

@@ -38,6 +38,8 @@ class Descent:
             self._made[transfer.source].append(k)
             for consumer in transfer.consumers:
                 self._read[consumer.variable].add(k)
+        self._near = [self._neighbours(v) for v in range(len(problem.variables))]
+        self._priced: list[tuple[tuple[int, ...], Floats] | None] = [None] * len(self._near)
         self._tied: list[list[tuple[Ints, int, Ints]]] = [[] for _ in problem.variables]
         for tie in problem.ties:
             members = list(zip(tie.variables, tie.labels))
@@ -141,8 +143,27 @@ class Descent:
             totals[3:] += moves.held.sum() * counts
         return totals
 
+    def _neighbours(self, v: int) -> list[int]:
+        """Return the variables between which and this one tensors move, or which read beside it."""
+        found: set[int] = set()
+        for k in (*self._made[v], *self._read[v]):
+            transfer = self.problem.transfers[k]
+            found |= {transfer.source, *(c.variable for c in transfer.consumers)}
+        return sorted(found - {v})
+
     def _prices(self, choice: Sequence[int], v: int) -> Floats:
-        """Return what each candidate of a variable adds, all others given."""
+        """Return what each candidate of a variable adds, all others given.
+
+        What was found the last time is found again where nothing near the variable has changed.
+        """
+        near = tuple(choice[u] for u in self._near[v])
+        known = self._priced[v]
+        if known is None or known[0] != near:
+            known = near, self._price(choice, v)
+            self._priced[v] = known
+        return known[1]
+
+    def _price(self, choice: Sequence[int], v: int) -> Floats:
         prices = self._own[v].copy()
         for k in self._made[v]:
             transfer = self.problem.transfers[k]

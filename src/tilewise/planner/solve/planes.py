@@ -13,6 +13,8 @@ import numpy as np
 
 from tilewise.planner.solve.problem import Floats
 
+ANEW = 25
+"""After how many exchanges to invert the basis anew, as rounding adds up."""
 TURNS = 50
 """After so many exchanges for each row of the basis, take the first that helps, not the best."""
 
@@ -34,29 +36,33 @@ def highest(constants: Floats, slopes: Floats, most: Floats) -> tuple[Floats, fl
     first = int(constants.argmin())
     over = matrix[:-1, first] > 0
     basis = np.append(rows + np.arange(columns) + np.where(over, 0, columns), first)
-    right = np.append(np.zeros(columns), 1.0)
     multipliers = np.zeros(columns + 1)  # at which any height is a true one
-    amounts = right
+    inverse, amounts = np.eye(columns + 1), np.append(np.zeros(columns), 1.0)
     for turn in range(4 * TURNS * (columns + 1)):
-        inside = matrix[:, basis]
-        if np.linalg.cond(inside) > 1e14:
-            break  # rounding has led to a basis that is none
-        amounts = np.linalg.solve(inside, right).clip(0.0)
-        multipliers = np.linalg.solve(inside.T, prices[basis])
+        if turn % ANEW == 0:
+            inside = matrix[:, basis]
+            if np.linalg.cond(inside) > 1e14:
+                break  # rounding has led to a basis that is none
+            inverse = np.linalg.inv(inside)
+            amounts = inverse[:, -1].clip(0.0)
+        multipliers = prices[basis] @ inverse
         reduced = prices - multipliers @ matrix
         helping = np.flatnonzero(reduced < -1e-11)
         if not len(helping):
             break
         stuck = turn > TURNS * (columns + 1)
         enters = int(helping[0] if stuck else helping[reduced[helping].argmin()])
-        step = np.linalg.solve(inside, matrix[:, enters])
+        step = inverse @ matrix[:, enters]
         falls = np.flatnonzero(step > 1e-10)
         if not len(falls):
             break
         ratios = amounts[falls] / step[falls]
         ties = falls[ratios <= ratios.min() + 1e-14]
         leaves = int(ties[basis[ties].argmin()] if stuck else ties[step[ties].argmax()])
-        basis[leaves] = enters
+        amount, row = amounts[leaves] / step[leaves], inverse[leaves] / step[leaves]
+        amounts = (amounts - amount * step).clip(0.0)
+        inverse = inverse - np.outer(step, row)
+        amounts[leaves], inverse[leaves], basis[leaves] = amount, row, enters
     found = np.clip(-multipliers[:-1] * size / unit, 0.0, most)
     mixture = np.zeros(matrix.shape[1])
     mixture[basis] = amounts

@@ -6,7 +6,9 @@
    enough to eliminate variables, bounds are exact but for the weights. Where that is much work,
    the least sums alone lead to better weights first, and a few candidates of each variable with
    low bounds are searched by themselves for a better assignment.
-3. Enumeration of what is left, ever wider, until nothing is set aside or time is up.
+3. As soon as an exact minimum is little work, what is left is split into parts, each with weights
+   of its own (see branch.py), until none can have a better assignment or time is up.
+4. Where it stays much work, enumeration of what is left, ever wider, until nothing is set aside.
 """
 
 from __future__ import annotations
@@ -237,7 +239,7 @@ class Solver:
                 break
             gained = self.bound > before[0] * (1 + 1e-4) or self.seconds < before[1] * (1 - 1e-4)
             idle = 0 if gained and moved else idle + 1
-            if self._branch(early=True):
+            if self._branch():
                 break
             if idle < self._patience():
                 continue
@@ -245,7 +247,7 @@ class Solver:
                 if not self._grows or not self._live.grow(max(self._end, self.deadline)):
                     break
                 self._keep([np.ones(k, bool) for k in self._live.sizes])
-            elif self._branch() or self.width > self._widest:
+            elif self.width > self._widest:
                 break
             elif not self._search(self.width) and not self.ended:
                 if self.width == self._widest:
@@ -464,7 +466,7 @@ class Solver:
     def _choice(self, places: Sequence[int]) -> list[int]:
         return [int(c[k]) for c, k in zip(self._live.candidates, places)]
 
-    def _branch(self, *, early: bool = False) -> bool:
+    def _branch(self) -> bool:
         """Split what is left into ever smaller parts; say whether it was little enough for that."""
         if not (self._live.whole and self._exact and self._work <= LITTLE):
             return False
