@@ -26,6 +26,7 @@ from tilewise.planner.rows import rows, together
 from tilewise.planner.solve import evaluate
 from tilewise.planner.timeline import KINDS, fullest, peak_bytes
 from tilewise.simulate import simulate
+from tilewise.simulate.simulation import Simulation
 
 ONE_NODE = load_machine("lassen").model_copy(update={"devices_per_node": 64, "overlap_halo": 0.0})
 
@@ -91,7 +92,7 @@ def test_rows_add_up_to_the_step(name: str) -> None:
     table = rows(found, choice, planned(graph, found.plan(choice), 4))
     cost = evaluate(found.problem, choice)
     busy = sum(row.compute_s + row.halo_s + row.exchange_s for row in table)
-    assert busy == pytest.approx(cost.forward + cost.backward)
+    assert busy == pytest.approx(cost.forward + cost.backward - found.waiting_seconds(choice))
     assert sum(row.sync_s for row in table) == pytest.approx(cost.sync)
 
 
@@ -211,6 +212,13 @@ class Repeated(nn.Module):
         return x
 
 
+def assert_takes_as_planned(run: Simulation) -> None:
+    """Which sums of small networks hide depends on who shares blocks with whom."""
+    planned_s = run.agreement.planned_step_seconds
+    assert planned_s is not None
+    assert abs(run.step_seconds - planned_s) <= 0.02 * planned_s + run.timeline.sync_s
+
+
 def shared_seconds(payload: Payload, devices: int) -> float:
     """Price the sums of what a rank brings to them, in one bucket."""
     summed = sum(one.bytes for one in payload.shared) / devices
@@ -242,7 +250,7 @@ def test_a_shared_parameter_counts_once(devices: int, degrees: str, optimizer: s
         summed = sum(float(cost.sync[0]) for cost in found.costs.values())
         assert summed == pytest.approx(shared_seconds(planned(graph, plan, devices), devices))
     assert run.agreement.bytes_equal
-    assert run.agreement.step_ratio == pytest.approx(1.0, rel=0.02)
+    assert_takes_as_planned(run)
     if degrees != "f4":
         assert run.agreement.peak_ratio == pytest.approx(1.0, rel=0.08)
 
@@ -310,7 +318,7 @@ def test_a_plan_that_does_not_name_the_first_layer_is_priced_as_it_runs(
     plan = Plan.of(graph, {layer: degrees})
     run = simulate(model, graph, plan, devices=4, machine=ONE_NODE, ranks=(0,))
     assert run.agreement.bytes_equal
-    assert run.agreement.step_ratio == pytest.approx(1.0, rel=0.02)
+    assert_takes_as_planned(run)
     found, choice = formulate_plan(graph, run.setting, plan)
     costs_what_it_sends(found, choice, planned(graph, plan, 4))
     priced = search(graph, devices=4, machine=ONE_NODE).price(plan)
@@ -374,7 +382,7 @@ def test_a_shared_weight_that_lies_elsewhere_is_priced_as_it_runs(
     plan = Plan({"first": Degrees.parse(first), name: Degrees.parse(second)})
     run = simulate(model, graph, plan, devices=4, machine=ONE_NODE, ranks=(0,))
     assert run.agreement.bytes_equal
-    assert run.agreement.step_ratio == pytest.approx(1.0, rel=0.02)
+    assert_takes_as_planned(run)
     found, choice = formulate_plan(graph, run.setting, plan)
     payload = planned(graph, plan, 4)
     costs_what_it_sends(found, choice, payload)

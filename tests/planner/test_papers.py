@@ -86,15 +86,15 @@ def test_the_convolutions_of_cosmoflow() -> None:
 @pytest.mark.parametrize(
     ("samples", "before", "after", "published", "predicted"),
     [
-        (16, "n16 d8", "n16 d32", 1.98, 3.23),
-        (64, "n64 d8", "n64 d32", 1.77, 3.23),
-        (4, "n4 d8", "n4 d16", 1.66, 1.83),
+        (16, "n16 d8", "n16 d32", 1.98, 3.19),
+        (64, "n64 d8", "n64 d32", 1.77, 3.19),
+        (4, "n4 d8", "n4 d16", 1.66, 1.82),
     ],
 )
 def test_strong_scaling_of_cosmoflow(
     samples: int, before: str, after: str, published: float, predicted: float
 ) -> None:
-    """Up to twice the published GPUs a prediction is 10 % too good, at four times 63 and 82 %."""
+    """Up to twice the published GPUs a prediction is 10 % too good, at four times 61 and 80 %."""
     found = speedup(cosmoflow(samples), before, after)
     assert found == pytest.approx(predicted, rel=0.02)
     assert published < found
@@ -102,43 +102,45 @@ def test_strong_scaling_of_cosmoflow(
 
 def test_strong_scaling_of_the_unet() -> None:
     """Published: 1.42 from 256 to 512 GPUs."""
-    assert speedup(unet(16), "n16 d16", "n16 d32") / 1.42 - 1 == pytest.approx(0.39, abs=0.02)
+    assert speedup(unet(16), "n16 d16", "n16 d32") / 1.42 - 1 == pytest.approx(0.38, abs=0.02)
 
 
-@pytest.mark.parametrize(("degrees", "other_s"), [("n64 d8", 0.0147), ("n64 d32", 0.0057)])
+@pytest.mark.parametrize(("degrees", "other_s"), [("n64 d8", 0.0157), ("n64 d32", 0.0068)])
 def test_what_a_step_of_cosmoflow_has_besides_convolutions(degrees: str, other_s: float) -> None:
     found = predict(cosmoflow(64), degrees)
     rest = found.cost.seconds - found.seconds("conv3d")
     assert rest == pytest.approx(other_s, rel=0.02)
-    assert found.cost.sync == pytest.approx(0.003, abs=0.0006)
+    assert found.cost.sync == pytest.approx(0.0031, abs=0.0001)
+    waiting = found.found.waiting_seconds((0,) * len(found.found.names))
+    assert waiting == pytest.approx(0.0010, abs=0.0001)
 
 
 @pytest.mark.parametrize(
-    ("graph", "small", "large", "ideal", "published"),
+    ("graph", "small", "large", "ideal", "published", "predicted"),
     [
-        ((1, 128), "d4", "n128 d4", 128, 65.4),
-        ((1, 512), "d8", "n256 d8", 256, 147.31),
-        ((1, 512), "d16", "n128 d16", 128, 71.32),
-        ((1, 512), "d32", "n64 d32", 64, 37.2),
+        ((1, 128), "d4", "n128 d4", 128, 65.4, 121.8),
+        ((1, 512), "d8", "n256 d8", 256, 147.31, 255.6),
+        ((1, 512), "d16", "n128 d16", 128, 71.32, 127.7),
+        ((1, 512), "d32", "n64 d32", 64, 37.2, 63.8),
     ],
 )
 def test_weak_scaling_of_cosmoflow(
-    graph: tuple[int, int], small: str, large: str, ideal: int, published: float
+    graph: tuple[int, int], small: str, large: str, ideal: int, published: float, predicted: float
 ) -> None:
-    """The model hides all gradient sums behind backward, and so promises almost all of it."""
+    """The model hides most gradient sums behind backward, and so promises almost all of it."""
     samples, size = graph
     few = predict(cosmoflow(samples, size), small).cost.seconds
     many = predict(cosmoflow(ideal * samples, size), large).cost.seconds
     assert published < ideal * few / many <= ideal
-    assert ideal * few / many == pytest.approx(ideal, rel=0.02)
+    assert ideal * few / many == pytest.approx(predicted, rel=0.005)
 
 
 def test_weak_scaling_of_the_unet() -> None:
-    """Published: 28.4 on 1,024 GPUs over 32; predicted is all of 32."""
+    """Published: 28.4 on 1,024 GPUs over 32; predicted is nearly all of 32."""
     few = predict(unet(2), "n2 d16").cost.seconds
     many = predict(unet(64), "n64 d16").cost.seconds
     assert 28.4 < 32 * few / many <= 32
-    assert 32 * few / many == pytest.approx(32, rel=0.01)
+    assert 32 * few / many == pytest.approx(31.8, rel=0.005)
 
 
 def test_activations_and_error_signals_of_cosmoflow() -> None:
@@ -194,9 +196,9 @@ def layer_wise(name: str, devices: int, overlap: float = 0.0) -> Found:
 @pytest.mark.parametrize(
     ("name", "published", "miss", "overlapping", "others"),
     [
-        ("alexnet", 12.2, 0.02, 14.9, 1.46),
-        ("vgg16", 14.8, 0.01, 16.1, 1.07),
-        ("inception_v3", 15.5, -0.17, 15.3, 1.06),
+        ("alexnet", 12.2, 0.01, 13.0, 1.46),
+        ("vgg16", 14.8, 0.01, 15.8, 1.07),
+        ("inception_v3", 15.5, -0.19, 14.9, 1.06),
     ],
 )
 def test_throughput_of_layer_wise_plans(
@@ -220,8 +222,8 @@ def test_throughput_of_layer_wise_plans(
     ("name", "data", "model", "owt"),
     [
         ("alexnet", 4.2, 8.8, 1.32),
-        ("vgg16", 3.7, 114, 1.23),
-        ("inception_v3", 0.5, 62, 0.5),
+        ("vgg16", 2.36, 74, 0.80),
+        ("inception_v3", 0.45, 56, 0.47),
     ],
 )
 def test_communication_of_layer_wise_plans(
@@ -233,6 +235,21 @@ def test_communication_of_layer_wise_plans(
     for other, predicted in (("data", data), ("model", model), ("owt", owt)):
         sent = many.payload(many.baselines[other].plan).bytes
         assert sent / mine == pytest.approx(predicted, rel=0.05), other
+
+
+def test_a_plan_of_vgg_that_is_as_fast_sends_less() -> None:
+    """Where layers are about as fast split one way or the other, bytes may differ a lot."""
+    many = layer_wise("vgg16", 16)
+    layers = {name: str(degrees) for name, degrees in many.plan.layers.items()}
+    names = ("features.24", "features.26", "features.28")
+    assert {layers[name] for name in names} == {"n4 c2 f2"}
+    last = dict.fromkeys(names, "n8 f2") | {"features.30": "n8 c2"}
+    plan = Plan.of(many.formulation.graph, layers | last)
+    assert many.price(plan).step_seconds / many.step_seconds == pytest.approx(1.0002, abs=0.0001)
+    sent = many.payload(plan).bytes
+    for other, predicted in (("owt", 1.23), ("data", 3.7)):
+        ratio = many.payload(many.baselines[other].plan).bytes / sent
+        assert ratio == pytest.approx(predicted, rel=0.02)
 
 
 def test_the_plan_of_vgg_on_four_gpus() -> None:
@@ -263,15 +280,15 @@ def test_the_plan_of_vgg_on_four_gpus() -> None:
 @pytest.mark.parametrize(
     ("k", "degrees", "shorter", "sums"),
     [
-        (2, "f2", 1.65, 2.0),
-        (2, "f4", 2.29, 4.0),
-        (2, "c2 f4", 2.71, 7.9),
-        (4, "f2", 1.83, 2.0),
-        (4, "f4", 3.24, 4.0),
-        (4, "c2 f4", 5.40, 7.9),
-        (8, "f2", 1.94, 2.0),
-        (8, "f4", 3.66, 4.0),
-        (8, "c2 f4", 6.79, 8.0),
+        (2, "f2", 1.63, 1.93),
+        (2, "f4", 2.27, 3.6),
+        (2, "c2 f4", 2.71, 6.5),
+        (4, "f2", 1.82, 2.0),
+        (4, "f4", 3.19, 3.9),
+        (4, "c2 f4", 5.23, 7.4),
+        (8, "f2", 1.93, 2.0),
+        (8, "f4", 3.64, 3.9),
+        (8, "c2 f4", 6.68, 7.8),
     ],
 )
 def test_wide_residual_networks(k: int, degrees: str, shorter: float, sums: float) -> None:

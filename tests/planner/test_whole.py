@@ -23,7 +23,8 @@ STEP = WholeStep(layers=1.2, moves=2.5, sums=1.6)
 def steps(count: int) -> list[Parts]:
     """Draw steps whose parts differ a lot."""
     draw = np.random.default_rng(0)
-    return [Parts(*draw.uniform(0.1, 1.0, 5).tolist(), hidden=0.5) for _ in range(count)]
+    parts = draw.uniform(0.1, 1.0, (count, 5)).tolist()
+    return [Parts(*one, waiting=0.5 * one[-1]) for one in parts]
 
 
 def test_factors_are_found_again() -> None:
@@ -34,7 +35,10 @@ def test_factors_are_found_again() -> None:
 
 
 def test_what_no_step_tells_stays_as_it_was() -> None:
-    some = [replace(one, moves_forward=0.0, moves_backward=0.0, sums=0.0) for one in steps(3)]
+    some = [
+        replace(one, moves_forward=0.0, moves_backward=0.0, sums=0.0, waiting=0.0)
+        for one in steps(3)
+    ]
     found = fit_step(some, [1.5 * one.seconds(WholeStep()) for one in some])
     assert found.layers == pytest.approx(1.5, rel=0.02)
     assert (found.moves, found.sums) == (1.0, 1.0)
@@ -68,7 +72,8 @@ def test_all_that_is_priced_has_the_factors(found: Found) -> None:
 def test_a_fit_is_never_worse_than_none() -> None:
     draw = np.random.default_rng(2)
     for _ in range(100):
-        some = [Parts(*draw.uniform(0.0, 1.0, 5).tolist(), hidden=draw.random()) for _ in range(3)]
+        parts = draw.uniform(0.0, 1.0, (3, 5)).tolist()
+        some = [Parts(*one, waiting=one[-1] * draw.random()) for one in parts]
         seconds = [one.seconds(WholeStep()) * draw.uniform(0.5, 2.0) for one in some]
         fitted = fit_step(some, seconds)
 

@@ -30,7 +30,7 @@ from tilewise.simulate.price import Priced
 from tilewise.simulate.record import Segment, Sum
 from tilewise.simulate.schedule import lay
 
-STEP = 0.03  # how far the step may be from the planner's, the tail of gradient sums left out
+STEP = 0.03  # how far the step may be from the planner's
 PEAK = 0.05  # how far the memory may be, where activations are most of it
 
 Made = Callable[[], nn.Module]

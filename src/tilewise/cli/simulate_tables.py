@@ -103,7 +103,7 @@ def show_summary(found: Simulation, console: Console) -> None:
         )
     if agreement.step_ratio is not None and agreement.peak_ratio is not None:
         console.print(
-            f"without that end the step is {agreement.step_ratio:.3f} times the planner's, the "
+            f"the step is {agreement.step_ratio:.3f} times the planner's, the "
             f"memory {agreement.peak_ratio:.3f} times"
         )
     else:

@@ -9,7 +9,7 @@ optimizer   reading and writing blocks and states
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from math import prod, sqrt
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tilewise.errors import PlanError
 from tilewise.graph.graph import Node, Value
-from tilewise.graph.sync import BUCKET_BYTES
+from tilewise.graph.sync import ALONE_BYTES
 from tilewise.planner.candidates import LETTERS
 from tilewise.planner.forms import Form, Swap
 from tilewise.planner.layouts import Layouts
@@ -62,6 +62,7 @@ class NodeCost:
     its parameters, `trained` of those that have gradients and states, and `copy` of what is made of
     them while gradients are summed and the optimizer runs. A parameter counts for the first call
     that uses it; `gradient` bytes are there from the call's backward on, so for the last one.
+    `waiting` is what of `sync` nothing can hide.
 
     `again` is 1 where the call's stretch is computed again in backward: then saved and later bytes
     are there only meanwhile, and `left` are those that stay.
@@ -74,6 +75,7 @@ class NodeCost:
     exchange_forward: Floats
     exchange_backward: Floats
     sync: Floats
+    waiting: Floats
     optimizer: Floats
     given_bytes: Floats
     saved_bytes: Floats
@@ -123,6 +125,7 @@ class NodeCost:
         self.exchange_backward *= step.layers
         self.optimizer *= step.layers
         self.sync *= step.sums
+        self.waiting *= step.sums
 
     def take(self, rows: Ints | int) -> NodeCost:
         """Return the cost of some candidates."""
@@ -149,14 +152,13 @@ class WholeStep:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a cost depends on besides the layer; gradients are summed in buckets of some bytes."""
+    """What a cost depends on besides the layer."""
 
     machine: Machine
     devices: int
     dtype: str
     itemsize: int
     optimizer: str
-    bucket_bytes: int = BUCKET_BYTES
     step: WholeStep = WholeStep()
 
     def __post_init__(self) -> None:
@@ -401,11 +403,26 @@ def memory_s(machine: Machine, moved_bytes: Floats) -> Floats:
     return np.where(moved_bytes > 0, machine.call_s + machine.traffic_s(moved_bytes), 0.0)
 
 
-def add_parameters(cost: NodeCost, blocks: Sequence[Block], setting: Setting) -> None:
+@dataclass(frozen=True)
+class Buckets:
+    """How gradients are summed (see graph/sync.py), as far as that is alike under all plans.
+
+    `late` are the parameters of the bucket that is complete when backward is done: their sums hide
+    behind nothing. Those in `alone` are summed one by one as long as their blocks are large; all
+    others of a bucket together have `small_bytes`.
+    """
+
+    late: Collection[str]
+    alone: Collection[str]
+    small_bytes: int
+
+
+def add_parameters(
+    cost: NodeCost, blocks: Sequence[Block], setting: Setting, buckets: Buckets
+) -> None:
     """Add gradient sums, the optimizer and what is held for blocks of parameters.
 
-    Those that are not trained are only held. Sums travel in buckets: a layer pays for its share of
-    one.
+    Those that are not trained are only held.
     """
     for block in blocks:
         cost.block_bytes += block.elements * setting.itemsize
@@ -415,8 +432,8 @@ def add_parameters(cost: NodeCost, blocks: Sequence[Block], setting: Setting) ->
     total = sum((block.elements for block in blocks), np.zeros_like(cost.sync))
     held = total * setting.itemsize
     sharers = np.max([block.sharers for block in blocks], axis=0).astype(np.float64)
-    parts = (np.where(block.sharers > 1, block.elements + 1, 0.0) for block in blocks)
-    cost.sync += sync_s(sum(parts, np.zeros_like(total)), sharers, setting)
+    for block in blocks:
+        add_sum(cost, block, setting, buckets)
     cost.optimizer += memory_s(setting.machine, held * (3 + 2 * setting.states))
     cost.trained_bytes += held
     largest = np.max([block.elements for block in blocks], axis=0) * setting.itemsize
@@ -425,13 +442,19 @@ def add_parameters(cost: NodeCost, blocks: Sequence[Block], setting: Setting) ->
     cost.copy_bytes[:] = np.maximum(cost.copy_bytes, copies * largest)
 
 
-def sync_s(elements: Floats, sharers: Floats, setting: Setting) -> Floats:
-    """Return the seconds of a layer's share of the buckets in which gradients are summed."""
-    summed = elements * setting.itemsize
+def add_sum(cost: NodeCost, block: Block, setting: Setting, buckets: Buckets) -> None:
+    """Add the sum of a gradient, or its share of what is summed together."""
+    name, ranks = str(block.parameter.source), block.sharers.astype(np.float64)
+    summed = np.where(ranks > 1, (block.elements + 1) * setting.itemsize, 0.0)
     # samples and space are the slowest axes, so whoever shares a block reaches over all devices
-    span = np.where(sharers > 1, float(setting.devices), 1.0)
-    bucket = np.maximum(summed, float(setting.bucket_bytes))
-    return sum_s(setting.machine, bucket, sharers, span) * summed / bucket
+    span = np.where(ranks > 1, float(setting.devices), 1.0)
+    alone = (block.elements * setting.itemsize >= ALONE_BYTES) & (name in buckets.alone)
+    together = np.where(alone, summed, np.maximum(summed, buckets.small_bytes))
+    share = summed / np.maximum(together, 1.0)
+    seconds = sum_s(setting.machine, together, ranks, span) * share
+    cost.sync += seconds
+    hidden = 0.0 if name in buckets.late else setting.machine.overlap_sums
+    cost.waiting += seconds * (1.0 - hidden)
 
 
 def swap_s(swap: Swap, setting: Setting, itemsize: int) -> Floats:

@@ -143,7 +143,7 @@ def _beaten(way: Alternative, step_seconds: float) -> Dropped | None:
 def _waiting(found: Formulation, choice: Sequence[int]) -> float:
     """Return which part of a plan's gradient sums does not hide behind backward."""
     cost = evaluate(found.problem, choice)
-    alone = cost.backward - (1.0 - found.setting.machine.overlap_sums) * cost.sync
+    alone = cost.backward - found.waiting_seconds(choice)
     return max(cost.seconds - cost.forward - alone, 0.0) / cost.sync if cost.sync else 0.0
 
 

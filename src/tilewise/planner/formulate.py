@@ -13,17 +13,15 @@ priced with the reader, for an operand that already lies right.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from tilewise.errors import PlanError
 from tilewise.graph.captured import Graph
 from tilewise.graph.graph import Value
 from tilewise.graph.labels import labels
-from tilewise.graph.sync import BUCKET_BYTES
 from tilewise.layout import Degrees, Layout
 from tilewise.plan import Plan
 from tilewise.planner.cost import Setting
-from tilewise.planner.formulation import Formulation, parameter_sizes, problem_of
+from tilewise.planner.formulation import Formulation, problem_of
 from tilewise.planner.holding import hold
 from tilewise.planner.places import choices, decided, input_layouts
 from tilewise.planner.stretches import stretches
@@ -48,8 +46,6 @@ def formulate(
     are handed out as they lie, else with whole channels.
     """
     texts = labels(graph.training)
-    sizes = parameter_sizes(graph, setting)
-    setting = replace(setting, bucket_bytes=min(BUCKET_BYTES, max(sum(sizes.values()), 1)))
     some = choices(graph, texts, setting.devices, pins or {})
     if not some.names:
         raise PlanError("plan: the model has no layer with weights or windows to split")

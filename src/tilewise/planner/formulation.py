@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -57,6 +58,11 @@ class Formulation:
         transfers = tuple(replace(transfer, cost=moves.seconds) for transfer, moves in both)
         return replace(self.problem, transfers=transfers)
 
+    def waiting_seconds(self, choice: Sequence[int]) -> float:
+        """Return the seconds of gradient sums that nothing can hide, which count as backward."""
+        owner = self.choices.owner
+        return float(sum(cost.waiting[choice[owner[name]]] for name, cost in self.costs.items()))
+
     def plan(self, choice: tuple[int, ...]) -> Plan:
         """Return chosen candidates as a plan."""
         found = list(zip(self.names, self.choices.candidates, choice, strict=True))
@@ -91,7 +97,7 @@ class Formulation:
 
 def problem_of(found: Formulation) -> Problem:
     """Add up the calls of each variable, and list transfers and ties."""
-    overlap, hiding = found.setting.machine.overlap_halo, found.setting.machine.overlap_sums
+    overlap = found.setting.machine.overlap_halo
     members: list[list[NodeCost]] = [[] for _ in found.names]
     for name, cost in found.costs.items():
         members[found.choices.owner[name]].append(cost)
@@ -102,6 +108,7 @@ def problem_of(found: Formulation) -> Problem:
         burst = np.max(passing, axis=(0, 1))
         burst = burst + sum(c.inner_bytes for c in costs)
         sync = np.asarray(sum(cost.sync for cost in costs))
+        waiting = np.asarray(sum(cost.waiting for cost in costs))
         burst = burst + np.where(sync > 0, bucket, 0.0)
         states = found.setting.states
         held = sum(c.held_bytes + c.block_bytes + (1 + states) * c.trained_bytes for c in costs)
@@ -109,7 +116,7 @@ def problem_of(found: Formulation) -> Problem:
             Variable.of(
                 name,
                 sum(cost.forward(overlap) + cost.optimizer for cost in costs),
-                sum(cost.backward(overlap) for cost in costs) + (1.0 - hiding) * sync,
+                sum(cost.backward(overlap) for cost in costs) + waiting,
                 sync,
                 np.ceil(held).astype(np.int64),
                 np.ceil(burst).astype(np.int64),

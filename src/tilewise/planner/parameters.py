@@ -18,8 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilewise.graph.graph import Node
+from tilewise.graph.sync import ALONE_BYTES, BUCKET_BYTES
 from tilewise.layout import Layout
-from tilewise.planner.cost import Block, NodeCost, Setting, add_parameters, sync_s
+from tilewise.planner.cost import (
+    Block,
+    Buckets,
+    NodeCost,
+    Setting,
+    add_parameters,
+    add_sum,
+)
 from tilewise.planner.distinct import distinct_rows
 from tilewise.planner.layouts import Layouts
 from tilewise.planner.moves import MoveCosts
@@ -48,8 +56,11 @@ class Parameters:
         (see graph/sync.py), which simulations still have when the optimizer begins.
         """
         first: dict[str, list[Block]] = {}
+        buckets = self._buckets(setting)
         for uses in self.uses.values():
-            held = _whole(uses, costs, setting) if apart(uses.values()) else uses
+            held = uses
+            if apart(uses.values()):
+                held = _whole(uses, costs, setting, buckets)
             name, block = next(iter(held.items()))
             first.setdefault(name, []).append(block)
             if not block.parameter.trained:
@@ -59,12 +70,34 @@ class Parameters:
             for other in others:
                 costs[other].burst_bytes += 2 * held[other].elements * setting.itemsize
         for name, blocks in first.items():
-            add_parameters(costs[name], blocks, setting)
+            add_parameters(costs[name], blocks, setting, buckets)
             for block in blocks:
                 shared = len(self.uses[str(block.parameter.source)]) > 1
                 if shared and block.parameter.trained:
                     copied = np.where(block.sharers > 1, block.elements, 0.0)
                     costs[name].copy_bytes += copied * setting.itemsize
+
+    def _buckets(self, setting: Setting) -> Buckets:
+        """Return how gradients are summed where no channels are cut.
+
+        Where blocks are smaller, the bucket that is complete last has more of them.
+        """
+        late: set[str] = set()
+        alone: set[str] = set()
+        every = small = 0
+        for name, uses in self.uses.items():
+            block = next(iter(uses.values()))
+            if not block.parameter.trained:
+                continue
+            size = prod(block.parameter.shape) * setting.itemsize
+            if every < BUCKET_BYTES:
+                late.add(name)
+            if len(uses) == 1 and size >= ALONE_BYTES:
+                alone.add(name)
+            else:
+                small += size
+            every += size
+        return Buckets(late, alone, min(BUCKET_BYTES, every) * small // max(every, 1))
 
     def ties(self, variable: Mapping[str, int]) -> list[Tie]:
         """Tie layers with candidates that share parameters, so that these need not move."""
@@ -103,7 +136,9 @@ def _split(labels: Ints, lengths: Sequence[int]) -> list[Ints]:
     return np.split(labels, np.cumsum(lengths)[:-1])
 
 
-def _whole(uses: Mapping[str, Block], costs: Costs, setting: Setting) -> dict[str, Block]:
+def _whole(
+    uses: Mapping[str, Block], costs: Costs, setting: Setting, buckets: Buckets
+) -> dict[str, Block]:
     """Return a parameter's blocks where every rank holds all of it, and charge what moves.
 
     A call copies its block from what its rank holds. The gradients of all blocks go to all ranks;
@@ -127,6 +162,6 @@ def _whole(uses: Mapping[str, Block], costs: Costs, setting: Setting) -> dict[st
         costs[name].exchange_backward += np.where(direct, 0.0, back)
         same = direct.all() and set(sharers.tolist()) <= summed
         if len(found) > 1 and not same:  # the first call's sum is charged with its other ones
-            costs[name].sync += sync_s(elements + 1, sharers.astype(np.float64), setting)
+            add_sum(costs[name], found[name], setting, buckets)
         summed.update(sharers[direct].tolist())
     return found

@@ -150,7 +150,7 @@ class Found:
     @property
     def backward_seconds(self) -> float:
         """The backward pass without any gradient sums; the cost's has those that cannot hide."""
-        return self.cost.backward - (1.0 - self.machine.overlap_sums) * self.cost.sync
+        return self.cost.backward - self.formulation.waiting_seconds(self.solution.choice)
 
     @property
     def hidden_seconds(self) -> float:

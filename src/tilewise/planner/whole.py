@@ -26,38 +26,37 @@ TURNS = 20
 
 @dataclass(frozen=True)
 class Parts:
-    """The seconds of a step by what takes them; `hidden` is what of the sums can hide."""
+    """The seconds of a step by what takes them; `waiting` are those sums that cannot hide."""
 
     layers_forward: float
     layers_backward: float
     moves_forward: float
     moves_backward: float
     sums: float
-    hidden: float
+    waiting: float
 
     @classmethod
     def of(cls, found: Formulation, choice: Sequence[int]) -> Parts:
         """Take a predicted step apart."""
         cost = evaluate(found.problem, choice)
-        hidden = found.setting.machine.overlap_sums
+        waiting = found.waiting_seconds(choice)
         chosen = list(zip(found.problem.variables, choice))
         forward = sum(float(variable.forward[k]) for variable, k in chosen)
         backward = sum(float(variable.backward[k]) for variable, k in chosen)
         return cls(
             forward,
-            backward - (1.0 - hidden) * cost.sync,
+            backward - waiting,
             cost.forward - forward,
             cost.backward - backward,
             cost.sync,
-            hidden,
+            waiting,
         )
 
     def seconds(self, step: WholeStep) -> float:
         """Return the seconds of the step with these factors: the planner's objective."""
         forward = step.layers * self.layers_forward + step.moves * self.moves_forward
         backward = step.layers * self.layers_backward + step.moves * self.moves_backward
-        sums = step.sums * self.sums
-        return forward + max(backward + (1.0 - self.hidden) * sums, sums)
+        return forward + max(backward + step.sums * self.waiting, step.sums * self.sums)
 
 
 def fit_step(steps: Sequence[Parts], seconds: Sequence[float]) -> WholeStep:

@@ -35,8 +35,7 @@ class Agreement:
     """The planner's figures beside the simulation's.
 
     `planned_bytes` is what all ranks together hand over. Ratios are simulated over planned, None
-    where the planner has no price, as the model has no layer to split; that of the step leaves out
-    the tail of the gradient sums, which the planner takes for hidden.
+    where the planner has no price, as the model has no layer to split.
     """
 
     planned_step_seconds: float | None

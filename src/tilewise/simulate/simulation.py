@@ -96,12 +96,11 @@ class Simulation:
         if priced is None:
             return Agreement(None, None, self.payload.bytes, None, None, tuple(found))
         cost, peak = priced
-        hidden = self.step_seconds - self.timeline.tail_s + max(cost.sync - cost.backward, 0.0)
         return Agreement(
             cost.seconds,
             peak,
             self.payload.bytes,
-            hidden / cost.seconds,
+            self.step_seconds / cost.seconds,
             self.peak_bytes / peak,
             tuple(found),
         )

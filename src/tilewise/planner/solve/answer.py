@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from tilewise.errors import PlanError
 from tilewise.planner.solve.memory import InfeasibleError, holders, least_memory
@@ -64,4 +65,6 @@ def solve(
         raise PlanError(
             f"plan: no choice of candidates found that agrees for tied layers ({names})"
         )
+    if solver.closed:
+        least = replace(least, bound=max(least.bound, cap + 1))
     raise InfeasibleError(cap, least, holders(problem, least.choice))

@@ -18,15 +18,16 @@ import numpy as np
 from tilewise.planner.solve.eliminate import in_time
 from tilewise.planner.solve.joint import Joint, Some
 from tilewise.planner.solve.live import Live
-from tilewise.planner.solve.planes import highest
 from tilewise.planner.solve.problem import Floats, Ints
+from tilewise.planner.solve.restrict import fitting
 from tilewise.planner.solve.search import TOLERANCE
-from tilewise.planner.solve.weights import GROWTH, LARGEST, Weights
+from tilewise.planner.solve.weights import Weights, propose
 
 TURNS, FIRST = 8, 40
 """How many weights to try in one part at most, and in the first one."""
 FEWER = 0.7
-"""Of which part of the candidates costs are found anew, to charge more tensors exactly."""
+"""Of which part of the candidates or undecided variables costs are put together anew: more tensors
+are charged exactly, and variables with one candidate are out of the way."""
 NEAR, FAR = 0.1, 0.03
 """Which part of the gap better weights should promise to be tried, and how large a gap counts as a
 part of the bound at most."""
@@ -45,6 +46,11 @@ class Part:
     def live(self) -> int:
         """How many candidates there are."""
         return sum(map(len, self.candidates))
+
+    @property
+    def undecided(self) -> int:
+        """How many variables have several candidates."""
+        return sum(len(some) > 1 for some in self.candidates)
 
 
 class Branches:
@@ -132,7 +138,8 @@ class Branches:
         """Bound a part, drop candidates, and split what is left."""
         if not self._drop_unfit(part):
             return []
-        if part.joint.shared and part.live < FEWER * part.joint.live:
+        fewer = part.live < FEWER * part.joint.live and bool(part.joint.shared)
+        if fewer or part.undecided < FEWER * part.joint.undecided:
             part.joint = part.joint.among(part.candidates)
         some = Some(part.joint, part.candidates)
         weights, mixture = part.weights, np.zeros(0)
@@ -200,31 +207,18 @@ class Branches:
         """Return the weights whose bound may be highest, how high, and what balances there."""
         if not len(inside):
             return Weights(), np.inf, np.zeros(0)
-        planes = self._planes[inside]
-        most = np.full(planes.shape[1] - 1, self._most)
-        most[0] = 1.0
-        found, height, mixture = highest(planes[:, 0], planes[:, 1:], most)
-        largest = LARGEST * float(planes[:, :2].sum(1).max())
-        if 0.0 < self._most < largest and (found[1:] >= 0.999 * most[1:]).any():
-            self._most *= GROWTH
-            height = np.inf
-        byte = tuple((found[1:] / max(self._cap or 1, 1)).tolist())
-        return Weights(float(found[0]), byte), height, mixture
+        found = propose(self._planes[inside], self._most, self._cap)
+        self._most = found.most
+        return found.weights, found.height, found.mixture
 
     def _drop_unfit(self, part: Part) -> bool:
         """Drop what no assignment of a part within the cap has; say if anything is left."""
         if self._cap is None:
             return True
-        pairs = list(zip(self._held, part.candidates, strict=True))
-        least = np.array([held[some].min(0) for held, some in pairs])
-        floor = max(int(b[c].min()) for b, c in zip(self._burst, part.candidates, strict=True))
-        room = self._cap - least.sum(0)
-        kept = []
-        for (held, some), low, burst in zip(pairs, least, self._burst, strict=True):
-            over = (held[some] - low - room).max(1) + np.maximum(burst[some], floor)
-            kept.append(some[over <= 0])
-        part.candidates = kept
-        return all(len(some) for some in kept)
+        pairs = zip(self._held, self._burst, part.candidates, strict=True)
+        masks = fitting([(held[some], burst[some]) for held, burst, some in pairs], self._cap)
+        part.candidates = [some[mask] for some, mask in zip(part.candidates, masks, strict=True)]
+        return all(len(some) for some in part.candidates)
 
     def _drop(self, part: Part, some: Some, bound: float) -> bool:
         """Drop candidates with which nothing is better than the best; say if any are left."""
@@ -245,9 +239,8 @@ class Branches:
         sizes = np.array([len(some) for some in part.candidates])
         if sizes.max() == 1:
             return []  # a single assignment, which was met
-        amounts = mixture if len(mixture) == len(met) else np.zeros(len(met))
-        some = np.flatnonzero(amounts > 1e-9)
-        shares = amounts[some] / max(float(amounts[some].sum()), 1e-9)
+        some = np.flatnonzero(mixture > 1e-9)
+        shares = mixture[some] / max(float(mixture[some].sum()), 1e-9)
         weights = self._vector(part.weights)[3:]
         widest, v, first = 0.0, -1, np.zeros(0, bool)
         for u in np.flatnonzero(sizes > 1).tolist() if len(some) else ():

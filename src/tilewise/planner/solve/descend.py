@@ -26,6 +26,7 @@ class Descent:
             np.vstack((v.forward, v.backward, v.sync, v.held.T.astype(float)))
             for v in problem.variables
         ]
+        self._slowest = max(float(_seconds(own).max()) for own in self._own)
         self._counts = [np.array(t.counts) for t in problem.transfers]
         self._leaves = [np.unique(t.leaves, return_inverse=True) for t in problem.transfers]
         self._wants = [
@@ -64,9 +65,10 @@ class Descent:
         bursts = np.array([v.burst[k] for v, k in zip(self.problem.variables, choice)])
         totals = self._totals(choice)
         rates = self._rates(totals, byte)
-        best = list(choice), self._over(totals, bursts.max()).max(), _seconds(totals)
+        over = float(self._over(totals, bursts.max()).max(initial=0.0))
+        best = list(choice), over, float(_seconds(totals))
         left = sweeps
-        while left > 0:
+        while left > 0 and time.monotonic() <= deadline:
             left -= 1
             changed = False
             for v, variable in enumerate(self.problem.variables):
@@ -77,8 +79,8 @@ class Descent:
                 prices = self._prices(choice, v)
                 bursts[v] = 0
                 sums = totals[:, None] + prices - prices[:, [choice[v]]]
-                over = self._over(sums, np.maximum(variable.burst, bursts.max()))
-                cost = _seconds(sums) + rates @ over
+                beyond = self._over(sums, np.maximum(variable.burst, bursts.max()))
+                cost = _seconds(sums) + rates @ beyond
                 cost[~self._allowed(choice, v)] = inf
                 k = int(cost.argmin())
                 if cost[k] < cost[choice[v]] * (1 - 1e-12):
@@ -86,11 +88,12 @@ class Descent:
                     choice[v] = k
                     totals = sums[:, k]
                 bursts[v] = variable.burst[choice[v]]
-            now = list(choice), self._over(totals, bursts.max()).max(), _seconds(totals)
-            best = min(best, now, key=lambda one: one[1:])
+            over = float(self._over(totals, bursts.max()).max(initial=0.0))
+            seconds = float(_seconds(totals))
+            best = min(best, (list(choice), over, seconds), key=lambda one: one[1:])
             if changed:
                 continue
-            if not now[1] or rates.max() > STEEPEST * now[2]:
+            if not over or rates.max() >= STEEPEST * max(seconds, self._slowest):
                 break
             rates, left = 4.0 * rates, max(left, 2)
         return best[0]
@@ -99,7 +102,7 @@ class Descent:
         """Return the seconds that bytes above the cap cost at first, as parts of the cap."""
         if self.cap is None:
             return np.zeros(len(totals) - 3)
-        least = np.full(len(totals) - 3, _seconds(totals))
+        least = np.full(len(totals) - 3, max(_seconds(totals), self._slowest))
         return np.maximum(least, MORE * self.cap * np.array(byte)) if len(byte) else least
 
     def _over(self, sums: Floats, burst: Floats) -> Floats:

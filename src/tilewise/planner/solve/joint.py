@@ -25,6 +25,9 @@ from tilewise.planner.solve.problem import Floats, Ints
 TOGETHER = 1 << 16
 """How many combinations of tensors' sources and readers there may be to charge these exactly."""
 
+MEMBERS = 30
+"""How many variables of one tensor at most: tables may have no more than 64 axes."""
+
 Scope = tuple[int, ...]
 
 
@@ -99,14 +102,16 @@ class Joint:
         self.own, self.tensors, self.candidates = own, tensors, list(candidates)
         self.parts = own[0].shape[1]
         self.live = sum(map(len, candidates))
+        self.undecided = sum(len(some) > 1 for some in candidates)
         self.shared: list[Tensor] = []
-        terms: dict[Scope, Floats] = {}
+        terms: dict[Scope, Floats] = {(): np.zeros(self.parts)}
         for v, some in enumerate(candidates):
             _add(terms, (v,), own[v][some])
         combinations = 0
         for tensor in sorted(tensors, key=self._combinations):
             combinations += self._combinations(tensor)
             self._charge(terms, tensor, together=combinations <= TOGETHER)
+        self.constant = terms.pop(())
         self.terms = [Term.of(scope, values) for scope, values in terms.items()]
         factors = [
             Factor(scope, tuple(map(np.arange, values.shape)), values[..., 0])
@@ -165,7 +170,7 @@ class Joint:
         labels = [labels[self.candidates[v]] for v, labels, _ in tensor.readers]
         wanted = [rows[:, mine] for mine in labels]
         members = tensor.members
-        if together and len(set(members)) == len(members):
+        if together and len(set(members)) == len(members) <= MEMBERS:
             _add(terms, tuple(members), _together(wanted, labels))
             return
         self.shared.append(tensor)
@@ -174,12 +179,13 @@ class Joint:
 
     def _schedule(self) -> list[tuple[int, Scope, list[_Input]]]:
         """Return for each variable in turn the parents of its bucket, and what enters it."""
-        turn = {v: k for k, v in enumerate(self.order)}
-        waiting: dict[int, list[tuple[int, bool, Scope]]] = {v: [] for v in self.order}
+        order = [v for v in self.order if len(self.candidates[v]) > 1]
+        turn = {v: k for k, v in enumerate(order)}
+        waiting: dict[int, list[tuple[int, bool, Scope]]] = {v: [] for v in order}
         for k, term in enumerate(self.terms):
             waiting[min(term.scope, key=turn.__getitem__)].append((k, False, term.scope))
         steps = []
-        for v in self.order:
+        for v in order:
             parents = tuple(dict.fromkeys(u for *_, s in waiting[v] for u in s if u != v))
             axes = (*parents, v)
             inputs = []
@@ -202,10 +208,13 @@ class Joint:
 
 
 def _add(terms: dict[Scope, Floats], scope: Scope, values: Floats) -> None:
-    """Add a term whose axes are those of a scope."""
-    ranked = sorted(range(len(scope)), key=lambda axis: scope[axis])
-    values = values.transpose(*ranked, len(scope))
-    key = tuple(scope[axis] for axis in ranked)
+    """Add a term whose axes are those of a scope; where there is no choice, there is no axis."""
+    several = [axis for axis in range(len(scope)) if values.shape[axis] > 1]
+    several.sort(key=lambda axis: scope[axis])
+    alone = [axis for axis in range(len(scope)) if axis not in several]
+    key = tuple(scope[axis] for axis in several)
+    values = values.transpose(*alone, *several, len(scope))
+    values = values.reshape(values.shape[len(alone) :])
     terms[key] = terms[key] + values if key in terms else values
 
 
@@ -254,7 +263,7 @@ class Some:
 
     def costs(self) -> Floats:
         """Return each part of what that assignment costs."""
-        found = np.zeros(self.joint.parts)
+        found = self.joint.constant.copy()
         for term, values in zip(self.joint.terms, self._values, strict=True):
             found[term.parts] += values[tuple(self._chosen[v] for v in term.scope)]
         if not self.joint.shared:
@@ -269,7 +278,7 @@ class Some:
         terms = [values @ weights[term.parts] for term, values in pairs]
         self._messages: dict[int, Floats] = {}
         self._tables: dict[int, Floats] = {}
-        total = 0.0
+        total = float(self.joint.constant @ weights)
         for v, parents, inputs in self.joint.steps:
             table: Floats | float = 0.0
             for one in inputs:
@@ -288,7 +297,7 @@ class Some:
     def marginals(self) -> list[Floats]:
         """Return the least sum with each candidate, under the weights that `least` had."""
         outside: dict[int, Floats] = {}
-        found: list[Floats] = [np.zeros(0)] * len(self.kept)
+        found: list[Floats] = [np.full(1, self._total)] * len(self.kept)
         for v, parents, inputs in reversed(self.joint.steps):
             table = self._tables[v]
             if parents:

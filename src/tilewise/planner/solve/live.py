@@ -137,6 +137,21 @@ class Live:
             for link in links:
                 link.share[t] += part / len(links)
 
+    def slowest(self) -> float:
+        """Return seconds that no assignment takes, infinite where moves are not known.
+
+        Those of broken ties do not count.
+        """
+        if not self.whole:
+            return np.inf
+        pairs = zip(self.problem.variables, self.candidates, strict=True)
+        own = sum(float((v.forward + v.backward + v.sync)[c].max()) for v, c in pairs)
+        moved = 0.0
+        for table in self.tables:
+            seconds = table.moves.forward + table.moves.backward
+            moved += len(table.shares) * float(seconds[np.isfinite(seconds)].max(initial=0.0))
+        return 1.001 * (own + moved) + 1e-9
+
     def some(self, places: Sequence[Ints]) -> list[Ints]:
         """Return the candidates at some places among those that are live."""
         return [c[some] for c, some in zip(self.candidates, places, strict=True)]

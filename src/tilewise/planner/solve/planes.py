@@ -15,7 +15,7 @@ from tilewise.planner.solve.problem import Floats
 
 ANEW = 25
 """After how many exchanges to invert the basis anew, as rounding adds up."""
-TURNS = 50
+TURNS = 10
 """After so many exchanges for each row of the basis, take the first that helps, not the best."""
 
 
@@ -47,7 +47,8 @@ def highest(constants: Floats, slopes: Floats, most: Floats) -> tuple[Floats, fl
             amounts = inverse[:, -1].clip(0.0)
         multipliers = prices[basis] @ inverse
         reduced = prices - multipliers @ matrix
-        helping = np.flatnonzero(reduced < -1e-11)
+        rounding = 1e-11 * max(1.0, float(np.abs(multipliers).max()))
+        helping = np.flatnonzero(reduced < -rounding)
         if not len(helping):
             break
         stuck = turn > TURNS * (columns + 1)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tilewise.planner.solve.problem import (
     Consumer,
@@ -45,6 +46,20 @@ def restrict(problem: Problem, kept: Mapping[int, Ints]) -> Problem:
         for tie in problem.ties
     ]
     return Problem(tuple(variables), tuple(transfers), tuple(ties))
+
+
+def fitting(candidates: Sequence[tuple[Ints, Ints]], cap: int) -> list[NDArray[np.bool_]]:
+    """Mark the candidates, of which bytes held and burst are given, that may be within the cap.
+
+    Those are within it when all others hold as little as they can.
+    """
+    least = np.array([held.min(0) for held, _ in candidates])
+    floor = max(int(burst.min()) for _, burst in candidates)
+    room = cap - least.sum(0)
+    return [
+        (held - low - room).max(1) + np.maximum(burst, floor) <= 0
+        for (held, burst), low in zip(candidates, least, strict=True)
+    ]
 
 
 def picked(kept: Sequence[Ints], places: Sequence[int]) -> tuple[int, ...]:

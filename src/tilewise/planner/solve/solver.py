@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tilewise.planner.solve.branch import Branches, Part
+from tilewise.planner.solve.branch import FAR, NEAR, Branches, Part
 from tilewise.planner.solve.descend import Descent, cheapest
 from tilewise.planner.solve.eliminate import Order
 from tilewise.planner.solve.evaluate import Cost, evaluate
@@ -29,7 +29,7 @@ from tilewise.planner.solve.known import know
 from tilewise.planner.solve.live import Live
 from tilewise.planner.solve.problem import Floats, Ints, Problem
 from tilewise.planner.solve.relax import Relaxation
-from tilewise.planner.solve.restrict import picked, restrict
+from tilewise.planner.solve.restrict import fitting, picked, restrict
 from tilewise.planner.solve.search import TOLERANCE, Search
 from tilewise.planner.solve.solution import Solution
 from tilewise.planner.solve.terms import WORK, Terms
@@ -39,9 +39,6 @@ ENTRIES = 1 << 16
 """How many moves of one tensor to know at first; more when the bounds need it."""
 NARROWEST, WIDER, WIDEST = 1 << 10, 1 << 4, 1 << 18
 """The fewest partial assignments to keep at once, the next larger number, and the most."""
-NEAR, FAR = 0.1, 0.03
-"""Which part of the gap better weights should promise before more than a few are tried, and how
-large a gap counts as a part of the bound at most."""
 PART = 0.5
 """How far to go from the best weights of several sums to those that may be better."""
 MANY, WORTH = 1 << 23, 0.05
@@ -53,8 +50,9 @@ before all candidates are bounded, to be worth while."""
 AIM, LEAST = 0.25, 0.01
 """Up to which part of the gap above the bound, and of the bound, to enumerate at once: where no
 good assignment is known, most of what is below the best one is not worth looking at."""
-LITTLE = 1 << 24
-"""How many sums of costs an exact minimum may look at for parts to be bounded by themselves."""
+LITTLE, TABLED = 1 << 24, 1 << 25
+"""How many sums of costs an exact minimum may look at for parts to be bounded by themselves, and
+how many numbers all costs of pairs of candidates may be for that."""
 HINTS = 2
 """From how many hints to descend."""
 
@@ -295,13 +293,8 @@ class Solver:
         """Drop the candidates that no assignment within the cap has; say if any are left."""
         if self.cap is None:
             return True
-        pairs = list(zip(self.problem.variables, self._live.candidates))
-        least = np.array([v.held[c].min(0) for v, c in pairs])
-        floor, total = self._floor(), least.sum(0)
-        masks = [
-            (v.held[c] - low + total).max(1) + np.maximum(v.burst[c], floor) <= self.cap
-            for (v, c), low in zip(pairs, least)
-        ]
+        pairs = zip(self.problem.variables, self._live.candidates)
+        masks = fitting([(v.held[c], v.burst[c]) for v, c in pairs], self.cap)
         return all(mask.all() for mask in masks) or self._keep(masks)
 
     def _keep(self, masks: Sequence[np.ndarray], scores: Sequence[Floats] | None = None) -> bool:
@@ -346,7 +339,8 @@ class Solver:
         if self._live.whole and self._work > HEAVY and max(self._live.sizes) > FEW + 1:
             tuned = self._try_few(bounds)
         self._live.lean(decoded, 1.5 / (3.0 + self.statistics["rounds"]))
-        if not self._drop([b < self.seconds * (1 - TOLERANCE) for b in bounds], bounds):
+        limit = min(self.seconds, self._live.slowest() if np.isinf(self.seconds) else np.inf)
+        if not self._drop([b < limit * (1 - TOLERANCE) for b in bounds], bounds):
             return False
         if self.ended:
             return False
@@ -470,7 +464,11 @@ class Solver:
         """Split what is left into ever smaller parts; say whether it was little enough for that."""
         if not (self._live.whole and self._exact and self._work <= LITTLE):
             return False
-        joint = Joint.of(self._live, self._penalty())
+        entries = sum(len(one.first_labels) * len(one.second_labels) for one in self._live.links)
+        if entries * (3 + self.problem.sums) > TABLED:
+            return False
+        slowest = self._live.slowest()
+        joint = Joint.of(self._live, max(self._penalty(), slowest))
         if joint.work > WORK:
             return False
         self.statistics["searches"] += 1
@@ -480,7 +478,7 @@ class Solver:
             self.cap,
             self._floor(),
             take=self.descend,
-            seconds=lambda: self.seconds,
+            seconds=lambda: min(self.seconds, slowest),
             ended=lambda: self.ended,
         )
         first = Part(self.bound, self.weights, joint.candidates, joint)
@@ -492,7 +490,9 @@ class Solver:
             replace(part, candidates=self._live.some(part.candidates)) for part in branches.parts
         ]
         self.statistics["parts"] = branches.looked
-        self.bound = max(self.bound, min(branches.bound, self.seconds))
+        # no assignment is that slow: where nothing faster is left, none keeps the cap
+        bound = branches.bound if branches.bound < slowest else np.inf
+        self.bound = max(self.bound, min(bound, self.seconds))
         return True
 
     def _parts(self, joint: Joint) -> list[Part]:

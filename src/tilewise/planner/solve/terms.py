@@ -111,7 +111,13 @@ class Terms:
             if not together:
                 part = part * link.share[targets]
             reduced.append(part - to_first[sources][:, None] - to_second[targets])
-            if not together:
+            if together:
+                continue
+            if len(targets) == 1:
+                self.costs[source] = self.costs[source] + reduced[-1][leaves, 0]
+            elif len(sources) == 1:
+                self.costs[link.second] = self.costs[link.second] + reduced[-1][0, places]
+            else:
                 classes = (leaves, places)
                 self.factors.append(Factor((source, link.second), classes, reduced[-1]))
         if together:

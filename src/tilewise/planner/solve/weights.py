@@ -113,12 +113,31 @@ class Cuts:
         """Return the weights whose bound may be highest."""
         if not self._planes:
             return Weights()
-        planes = np.array(list(self._planes))
-        most = np.full(planes.shape[1] - 1, self._most)
-        most[0] = 1.0
-        found, self.height, _ = highest(planes[:, 0], planes[:, 1:], most)
-        largest = LARGEST * float(planes[:, :2].sum(1).max())
-        if self._most < largest and (found[1:] >= 0.999 * most[1:]).any() and self._most:
-            self._most *= GROWTH
-            self.height = np.inf
-        return Weights(float(found[0]), tuple((found[1:] / max(self.cap or 1, 1)).tolist()))
+        found = propose(np.array(list(self._planes)), self._most, self.cap)
+        self.height, self._most = found.height, found.most
+        return found.weights
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Weights whose bound may be as high as `height`, by planes of which a mixture is as low.
+
+    `most` is how much all bytes of the cap may count the next time.
+    """
+
+    weights: Weights
+    height: float
+    mixture: Floats
+    most: float
+
+
+def propose(planes: Floats, most: float, cap: int | None) -> Proposal:
+    """Return the best weights that assignments' planes know of."""
+    limits = np.full(planes.shape[1] - 1, most)
+    limits[0] = 1.0
+    found, height, mixture = highest(planes[:, 0], planes[:, 1:], limits)
+    largest = LARGEST * float(planes[:, :2].sum(1).max())
+    if 0.0 < most < largest and (found[1:] >= 0.999 * limits[1:]).any():
+        most, height = GROWTH * most, np.inf
+    byte = tuple((found[1:] / max(cap or 1, 1)).tolist())
+    return Proposal(Weights(float(found[0]), byte), height, mixture, most)
