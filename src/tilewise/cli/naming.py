@@ -14,6 +14,7 @@ from torch import nn
 from tilewise.errors import CheckpointError, InputError
 from tilewise.models.find import find_model
 from tilewise.plan import Plan
+from tilewise.plan.given import is_file
 from tilewise.train.manifest import Manifest
 from tilewise.train.resume import checkpoint_in
 
@@ -83,7 +84,7 @@ def parse_dtype(text: str, *, known: Iterable[str] = DTYPES) -> torch.dtype:
 
 def parse_plan(text: str) -> str | dict[str, str] | Plan:
     """Read degrees, `pattern=degrees` pairs joined by commas, JSON, or a plan file."""
-    if text.endswith(".json"):
+    if is_file(text):
         if not Path(text).is_file():
             raise InputError(f"--plan: there is no file {text}")
         return Plan.load(text)

@@ -17,6 +17,7 @@ from tilewise.cli.plan_tables import explain_local
 from tilewise.cli.simulate_tables import show_layers, show_ranks, show_summary, show_sweep
 from tilewise.graph import Graph, as_plan
 from tilewise.plan import Plan
+from tilewise.plan.given import AUTO
 from tilewise.planner.solve import InfeasibleError
 from tilewise.simulate import Point, Simulation, Sweep, as_dict
 from tilewise.simulate import simulate as run
@@ -118,7 +119,7 @@ def _counts(option: str, text: str | None, least: int = 1) -> tuple[int, ...]:
 
 
 def _plan(sweep: Sweep, graph: Graph, plan: str | None, devices: int) -> Plan:
-    if plan is not None:
+    if plan not in (None, AUTO):
         return as_plan(graph, parse_plan(plan))
     try:
         return sweep.best(graph, devices)
