@@ -14,7 +14,7 @@ from rich.console import Console
 from plans import NETS, build, graph_of
 from tilewise import Plan, capture, models, search
 from tilewise.auto.finals import contenders, uniform_plans
-from tilewise.cli.plan_tables import MOST_ALTERNATIVES, show_alternatives, show_sensitivity
+from tilewise.cli.plan_others import MOST_ALTERNATIVES, show_alternatives, show_sensitivity
 from tilewise.errors import PlanError
 from tilewise.layout import Degrees
 from tilewise.planner.baselines import NAMES, seconds_of

@@ -16,16 +16,15 @@ from rich.console import Console
 
 from tilewise.cli.local import calibration
 from tilewise.cli.naming import InputError, build_model, parse_dtype, parse_shape
-from tilewise.cli.plan_tables import (
-    explain_local,
+from tilewise.cli.plan_others import (
     show_alternatives,
     show_comparison,
     show_difference,
     show_frontier,
     show_left_out,
-    show_plan,
     show_sensitivity,
 )
+from tilewise.cli.plan_tables import explain_local, show_plan
 from tilewise.errors import PlanError
 from tilewise.graph import Graph, capture
 from tilewise.graph.parallel import check_names
