@@ -21,6 +21,8 @@ from tilewise import Plan
 from tilewise.cli import main
 from tilewise.cli.local import Calibration
 from tilewise.layout import Degrees
+from tilewise.report.plans import plan_view
+from tilewise.report.sources import Source
 
 PARTS = ("forward_seconds", "backward_seconds", "optimizer_seconds", "sync_seconds")
 KEYS = {
@@ -72,7 +74,7 @@ def test_json_has_the_promised_keys_and_the_plan_loads(
     for text in ("compared with", "proven best", "time against memory", "the other"):
         assert text in shown
     line = " ".join(shown.split())
-    for text in ("compute does not hide it", "owt (one weird trick)", "held: kept for backward",
+    for text in ("compute does not hide it", "owt (one weird trick)", "held: what these keep for backward",
                  "features.1 is split as features.0", "all keep the pins",
                  "has 14.9 GiB only: this plans for larger ones"):  # fmt: skip
         assert text in line
@@ -109,6 +111,36 @@ def test_json_says_of_every_way_why_it_was_left_out(
     assert {one["degrees"] for one in slower} < {one["degrees"] for one in found["alternatives"]}
     total = sum(one["count"] for one in groups.values())
     assert 0 < comb(2 + 6, 6) - total <= len(found["alternatives"])
+
+
+def test_several_layers_are_explained_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layers = ["features.0", "features.3"]
+    where = [*SMALL, "--devices", "2", "--machine", "p100x4"]
+    words = ["tilewise", "plan", *where, *(f"--explain={name}" for name in (*layers, layers[0]))]
+    assert finish(shlex.join(words), monkeypatch) == 0
+    shown = capsys.readouterr().out
+    first, second = (shown.index(f"{name}: the step with each way") for name in layers)
+    assert first < second
+    assert "this layer and those that follow it" in " ".join(shown.split())
+    assert finish(shlex.join([*words, "--json"]), monkeypatch) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["layer"] for one in found["explain"]] == layers
+    assert all(one["alternatives"] and one["left_out"] for one in found["explain"])
+    view = plan_view(Source("plan", "found", Path("found.json"), found), "found")
+    assert set(view["explain"]) == set(layers)
+
+
+def test_tables_say_what_again_means(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["tilewise", "plan", "unet3d", "--arg", "width=0.25", "--input", "1x1x32x32x32",
+             "--devices", "2", "--machine", "p100x4", "--time-limit", "2"]  # fmt: skip
+    for options, times in ((["--memory", "24MiB", "--recompute"], 2), ([], 0)):
+        assert finish(shlex.join([*words, *options]), monkeypatch) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert shown.count("again: what backward needs") == times
 
 
 def _check_network(about: dict[str, Any]) -> None:

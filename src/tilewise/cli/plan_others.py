@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
-from tilewise.cli.plan_tables import KINDS, compact, explain, milliseconds, way
+from tilewise.cli.plan_tables import AGAIN, KINDS, compact, explain, milliseconds, way
 from tilewise.planner.candidates import Dropped
 from tilewise.planner.explain import Alternative, variable_of
 from tilewise.planner.places import resolved
@@ -91,10 +91,12 @@ def show_alternatives(
         "* chosen; ≥ a lower bound; "
         + "≤ the plan's own step, which is not proven best; " * unproven
         + "less than the plan: a faster one was found while pricing, search longer; " * bool(less)
-        + "compute to sync: of this layer alone, halos before any of them "
-        "hides behind compute; held: kept for backward; decides: the largest of its costs, sums of "
-        "gradients as far as the plan's do not hide behind backward"
+        + "compute to sync: of this layer and those that follow it (its norm, its activation), "
+        "halos before any of them hides behind compute; held: what these keep for backward; "
+        "decides: the largest of these costs, sums of gradients as far as the plan's do not hide "
+        "behind backward"
     )
+    text += f"; {AGAIN}" * any(one.recompute for one in shown)
     explain(text + f"; {left} others not shown, none of them may take less" * (left > 0), console)
 
 
@@ -108,6 +110,8 @@ def show_left_out(layer: str, left_out: Mapping[str, Sequence[Dropped]], console
         examples = ", ".join(way(one.degrees, one.recompute) for one in few)
         table.add_row(rule, examples, str(len(some)))
     console.print(table)
+    if any(one.recompute for some in left_out.values() for one in some):
+        explain(AGAIN, console)
 
 
 def show_sensitivity(tried: Sequence[Tried], console: Console) -> None:
@@ -154,6 +158,8 @@ def show_difference(found: Found, other: Priced, console: Console) -> None:
         for name, pair in differing.items():
             table.add_row(name, *pair)
         console.print(table)
+        if any(plan.recompute for plan in plans):
+            explain(AGAIN, console)
     else:
         console.print("the other plan splits all layers as this one does")
     console.print(

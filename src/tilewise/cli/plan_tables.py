@@ -32,6 +32,7 @@ HELD = (
     "workspace, gradients on their way, copies for sums and the optimizer), of several layers the "
     "largest, as they run one after another"
 )
+AGAIN = "again: what backward needs of it is not kept, but computed a second time"
 
 
 def milliseconds(seconds: float) -> str:
@@ -51,7 +52,8 @@ def show_plan(found: Found, console: Console) -> None:
     total = size(sum(row.bytes for row in found.rows))
     table.add_row("all", "", *_times(found.rows), total, style="bold")
     console.print(table)
-    explain(COSTS, console)
+    again = f"; {AGAIN}" * any(row.recompute for row in found.rows)
+    explain(COSTS + again, console)
     hidden = found.hidden_seconds
     console.print(
         f"step {milliseconds(found.step_seconds)} ms: forward "
@@ -76,7 +78,8 @@ def show_held(found: Found, console: Console) -> None:
     table.add_section()
     table.add_row("all", "", *_sizes(total), style="bold")
     console.print(table)
-    explain(HELD, console)
+    again = f"; {AGAIN}" * any(row.recompute for row in found.rows)
+    explain(HELD + again, console)
     console.print(
         f"memory {size(found.peak_bytes)} of {size(found.memory_bytes)} on the fullest device"
     )
