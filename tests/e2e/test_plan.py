@@ -54,8 +54,12 @@ def test_json_has_the_promised_keys_and_the_plan_loads(
     assert all(set(row) == ROW for row in found["layers"])
     assert set(found["baselines"]) == BASELINES
     assert all(
-        set(one) == {"step_seconds", "peak_bytes", "fits"} for one in found["baselines"].values()
+        set(one) == {"step_seconds", "peak_bytes", "fits", "degrees"}
+        for one in found["baselines"].values()
     )
+    assert found["baselines"]["data"]["degrees"] == "n4"
+    assert found["baselines"]["owt"]["degrees"] is None
+    assert Degrees.parse(found["baselines"]["uniform"]["degrees"]).product == 4
     assert found["devices"] == 4
     assert found["machine"] == "p100x4"
     assert found["optimal"] is True
@@ -74,8 +78,9 @@ def test_json_has_the_promised_keys_and_the_plan_loads(
     for text in ("compared with", "proven best", "time against memory", "the other"):
         assert text in shown
     line = " ".join(shown.split())
-    for text in ("compute does not hide it", "owt (one weird trick)", "held: what these keep for backward",
-                 "features.1 is split as features.0", "all keep the pins",
+    for text in ("compute does not hide it", "owt (one weird trick)",
+                 "held: what these keep for backward", "features.1 is split as features.0",
+                 "all keep the pins",
                  "has 14.9 GiB only: this plans for larger ones"):  # fmt: skip
         assert text in line
     assert "features.1: ways that are left out" in shown
@@ -190,6 +195,8 @@ def test_tables_are_whole_on_80_columns(
         assert text in shown
     assert all(line.endswith(" …") for line in re.findall(r".*…", shown)), "names are whole"
     assert all(len(line) <= 80 for line in shown.splitlines())
+    assert re.search(r"│ data +│ n4 +│", shown)
+    assert re.search(r"│ owt +│ n4 for 8; f4 for 3 +│", shown)
     shown = shown.partition("each way to split it")[2]
     for text in ("exchange", "decides", "memory_bandwidth_bytes_per_s"):
         assert text in shown

@@ -37,6 +37,11 @@ def test_no_baseline_is_faster(found: Found) -> None:
     assert set(found.baselines) == set(NAMES)
     for one in found.baselines.values():
         assert one.step_seconds >= found.step_seconds * (1 - 1e-9)
+    shared = {name: found.shared_degrees(one.plan) for name, one in found.baselines.items()}
+    for name, degrees in shared.items():
+        choice = found.formulation.choice(found.baselines[name].plan)
+        assert degrees is None or found.formulation.nearest(degrees) == choice
+    assert shared["uniform"] is not None
     best = found.baselines["uniform"].step_seconds
     assert best <= found.baselines["data"].step_seconds
     assert best <= found.baselines["spatial"].step_seconds

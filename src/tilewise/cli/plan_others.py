@@ -2,41 +2,47 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from math import isfinite
+from math import floor, isfinite, log10
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from tilewise.cli.plan_tables import AGAIN, KINDS, compact, explain, milliseconds, way
+from tilewise.plan import Plan
 from tilewise.planner.candidates import Dropped
 from tilewise.planner.explain import Alternative, variable_of
 from tilewise.planner.places import resolved
 from tilewise.planner.search import Found, Priced
 from tilewise.planner.sensitivity import Tried
-from tilewise.units import enough, size
+from tilewise.units import all_enough, size
 
 MOST_ALTERNATIVES = 20
 MOST_EXAMPLES = 3
+MOST_DEGREES = 2
 UNDER = 1 - 1e-6
 """Which share of the plan's step counts as less."""
 PEOPLE_USE = (
     "data: samples only; spatial: depth, height and width only; model: channels and filters only; "
     "owt (one weird trick): samples, but linear layers by filters; uniform: the same degrees for "
-    "all layers. Each is the fastest of its kind that fits, so another --memory may bring another "
-    "one; where none fits it is one that needs little"
+    "all layers, each as far as it has room. Each is the fastest of its kind that fits, so another "
+    "--memory may bring another one; where none fits it is one that needs little"
 )
 
 
 def show_comparison(found: Found, console: Console) -> None:
     """Show what the plans that people use would take."""
     table = Table(title="compared with")
-    for name in ("plan", "step (ms)", "ratio", "memory", "fits"):
-        table.add_column(name, justify="left" if name == "plan" else "right")
+    for name in ("plan", "degrees"):
+        table.add_column(name)
+    for name in ("step (ms)", "ratio", "memory", "fits"):
+        table.add_column(name, justify="right", no_wrap=True)
     for name, one in found.baselines.items():
         table.add_row(
             name,
+            _in_short(found, one.plan),
             milliseconds(one.step_seconds),
             f"{one.step_seconds / found.step_seconds:.2f}",
             size(one.peak_bytes),
@@ -46,13 +52,26 @@ def show_comparison(found: Found, console: Console) -> None:
     explain(PEOPLE_USE + "; all keep the pins" * bool(found.pins), console)
 
 
+def _in_short(found: Found, plan: Plan) -> str:
+    """Return the degrees that all layers share; of a mix those of most layers first."""
+    shared = found.shared_degrees(plan)
+    if shared is not None:
+        return str(shared)
+    counts = Counter(map(str, plan.layers.values())).most_common()
+    few = "; ".join(f"{degrees} for {count}" for degrees, count in counts[:MOST_DEGREES])
+    left = sum(count for _, count in counts[MOST_DEGREES:])
+    return few + f"; others for {left}" * bool(left)
+
+
 def show_frontier(points: Sequence[Priced], console: Console) -> None:
     """Show how much time less memory costs."""
     table = Table(title="time against memory")
     table.add_column("memory", justify="right")
     table.add_column("step (ms)", justify="right")
-    for one in points:
-        table.add_row(enough(one.peak_bytes), f"{1e3 * one.step_seconds:.4g}")
+    fastest = min(1e3 * one.step_seconds for one in points)
+    digits = max(3 - floor(log10(fastest)), 0)
+    for peak, one in zip(all_enough([one.peak_bytes for one in points]), points, strict=True):
+        table.add_row(peak, f"{1e3 * one.step_seconds:.{digits}f}")
     console.print(table)
 
 
