@@ -124,8 +124,12 @@ def _stretches(found: Found) -> Iterator[tuple[str, list[Row]]]:
 
 
 def _named(stretch: Sequence[Row]) -> str:
-    first, last = stretch[0].name, stretch[-1].name
-    return first if len(stretch) == 1 else f"{first} … {last} ({len(stretch)})"
+    return between([row.name for row in stretch])
+
+
+def between(names: Sequence[str]) -> str:
+    """Return the first and the last of layers that follow each other, and how many they are."""
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
 
 
 def _times(stretch: Sequence[Row]) -> list[str]:
