@@ -72,11 +72,12 @@ def test_json_has_the_promised_keys_and_the_plan_loads(
     degrees = {row["name"]: row["degrees"] for row in found["layers"]}
     assert all(degrees[name] == str(one) for name, one in plan.layers.items())
     words = [*SMALL, *where, "--diff", str(path), "--pareto", "--explain", "features.1"]
-    words += ["--memory", "64GiB"]
+    words += ["--memory", "64GiB", "-o", str(path)]
     assert finish(shlex.join(["tilewise", "plan", *words]), monkeypatch) == 0
     shown = capsys.readouterr().out
     for text in ("compared with", "proven best", "time against memory", "the other"):
         assert text in shown
+    assert re.search(r"proven in [0-9.]+ s \(--price-limit\)\nwritten to .*plan.json\n", shown)
     line = " ".join(shown.split())
     for text in ("compute does not hide it", "owt (one weird trick)",
                  "held: what these keep for backward", "features.1 is split as features.0",
@@ -135,6 +136,21 @@ def test_several_layers_are_explained_one_after_the_other(
     assert all(one["alternatives"] and one["left_out"] for one in found["explain"])
     view = plan_view(Source("plan", "found", Path("found.json"), found), "found")
     assert set(view["explain"]) == set(layers)
+
+
+def test_a_step_is_planned_with_its_loss(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*SMALL, "--devices", "2", "--machine", "p100x4", "--pin", "*=n2", "--json"]
+    found = {}
+    for loss in ("none", "cross_entropy"):
+        command = ["tilewise", "plan", *words, "--price-limit", "0", "--loss", loss]
+        assert finish(shlex.join(command), monkeypatch) == 0
+        found[loss] = json.loads(capsys.readouterr().out)
+        assert found[loss]["details"]["loss"] == loss
+    kinds = {loss: {row["kind"] for row in one["layers"]} for loss, one in found.items()}
+    assert kinds["cross_entropy"] - kinds["none"] == {"cross_entropy_loss"}
+    assert found["cross_entropy"]["step_seconds"] > found["none"]["step_seconds"]
 
 
 def test_tables_say_what_again_means(
@@ -227,6 +243,7 @@ def calls_degrees(about: dict[str, Any]) -> dict[str, str]:
             2,
             "--pin: features.0 is fixed as 'n2' and as 'h2'",
         ),
+        (["--machine", "lassen", "--loss", "rms"], 2, "must be one of none, mse, cross_entropy"),
         (["--machine", "lassen", "--memory", "1KB"], 1, "is too small"),
         (["--machine", "lassen", "--dtype", "int8"], 2, "one of float64, float32, bfloat16, flo"),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +14,14 @@ import typer
 from rich.console import Console
 
 from tilewise.cli.local import calibration
-from tilewise.cli.naming import InputError, build_model, parse_dtype, parse_shape
+from tilewise.cli.naming import (
+    LOSSES,
+    InputError,
+    build_model,
+    parse_dtype,
+    parse_loss,
+    parse_shape,
+)
 from tilewise.cli.plan_extras import extras, plain
 from tilewise.cli.plan_others import (
     show_alternatives,
@@ -47,6 +55,7 @@ def plan(
     memory: Annotated[
         str | None, typer.Option(help="what a device may hold, such as 16GiB")
     ] = None,
+    loss: Annotated[str, typer.Option(help=", ".join(LOSSES))] = "none",
     optimizer: Annotated[str, typer.Option(help="sgd, momentum, rmsprop, adam or adamw")] = "adam",
     dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16")] = "float32",
     pin: Annotated[
@@ -85,11 +94,11 @@ def plan(
         raise InputError(f"-o: there is no folder {output.parent}; make it first")
     if output is not None and output.is_dir():
         raise InputError(f"-o: {output} is a folder; name a file in it")
-    kind, kept = parse_dtype(dtype), calibration(machine, devices)
+    kind, criterion, kept = parse_dtype(dtype), parse_loss(loss), calibration(machine, devices)
     with torch.device("meta"):
         found_model = build_model(model, tuple(arg or ()), kind, 0)
     inputs = tuple(torch.empty(shape, dtype=kind, device="meta") for shape in shapes)
-    graph = capture(found_model, inputs)
+    graph = capture(found_model, inputs, criterion)
     if other is not None:
         _check_other(graph, other, devices)
     console = Console(stderr=True)
@@ -115,8 +124,11 @@ def plan(
     told = found.as_dict() | plain(extra)
     if kept is not None:
         told["machine_file"] = kept.as_dict()
+    began = time.monotonic()
     if output is not None or json_:
-        about = {"model": model, **details(found, time_limit=price_limit)}
+        with console.status("proving prices of other ways for a report (--price-limit)"):
+            about = {"model": model, "loss": loss, **details(found, time_limit=price_limit)}
+    took = time.monotonic() - began
     if output is not None:
         _write(output, found.plan, told | about)
     if json_:
@@ -126,7 +138,8 @@ def plan(
         explain_local(kept, Console())
     _show(found, extra, Console())
     if output is not None:
-        print(f"\nwritten to {output}")
+        print(f"\nprices of other ways, for a report, were proven in {took:.1f} s (--price-limit)")
+        print(f"written to {output}")
 
 
 def _write(path: Path, plan: Plan, about: dict[str, Any]) -> None:
