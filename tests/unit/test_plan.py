@@ -123,13 +123,14 @@ def test_a_file_is_a_plan_whatever_its_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     plan = Plan.of(graph, {"conv1": "h2"})
-    for name in ("chosen.plan", "n2", "auto"):
+    for name in ("chosen.plan", "n2", "auto", "1"):
         plan.save(name)
     for name in ("chosen.plan", "n2"):
         assert as_plan(graph, name) == parse_plan(name) == plan
         assert plan_text(name) == name
         assert ranks_of(Recipe.model_construct(plan=name)) == 2
     assert parse_plan("auto") == "auto"
+    assert as_plan(graph, "1") == Plan.uniform(graph, "1")
     assert parse_plan("conv*=h2,fc=f2") == {"conv*": "h2", "fc": "f2"}
 
 

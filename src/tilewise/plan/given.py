@@ -8,11 +8,13 @@ from tilewise.errors import LayoutError, meant
 from tilewise.layout import Degrees
 
 AUTO = "auto"
+WORDS = (AUTO, "1", "")
+"""What is never a file's name: `1` is the default, and a file of that name one of `2>1`."""
 
 
 def is_file(text: str) -> bool:
     """Whether a text names a plan file: one that is there, whatever its name, or a `.json`."""
-    return text != AUTO and (text.endswith(".json") or isfile(text))
+    return text not in WORDS and (text.endswith(".json") or isfile(text))
 
 
 def whole_degrees(text: str) -> Degrees:
