@@ -158,10 +158,12 @@ def test_tables_say_what_again_means(
 ) -> None:
     words = ["tilewise", "plan", "unet3d", "--arg", "width=0.25", "--input", "1x1x32x32x32",
              "--devices", "2", "--machine", "p100x4", "--time-limit", "2"]  # fmt: skip
-    for options, times in ((["--memory", "24MiB", "--recompute"], 2), ([], 0)):
+    limited = ["--memory", "24MiB", "--recompute", "--explain", "bottom.conv1"]
+    for options, times in ((limited, 4), ([], 0)):
         assert finish(shlex.join([*words, *options]), monkeypatch) == 0
         shown = " ".join(capsys.readouterr().out.split())
         assert shown.count("again: what backward needs") == times
+        assert ", again, " not in shown
 
 
 def _check_network(about: dict[str, Any]) -> None:

@@ -126,7 +126,7 @@ def show_left_out(layer: str, left_out: Mapping[str, Sequence[Dropped]], console
     table = compact(f"{layer}: ways that are left out", ("because", "such as"), ("ways",))
     for rule, some in left_out.items():
         few = sorted(some, key=lambda one: one.degrees.product)[:MOST_EXAMPLES]
-        examples = ", ".join(way(one.degrees, one.recompute) for one in few)
+        examples = "; ".join(way(one.degrees, one.recompute) for one in few)
         table.add_row(rule, examples, str(len(some)))
     console.print(table)
     if any(one.recompute for some in left_out.values() for one in some):
