@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil, floor, log10
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -18,6 +19,16 @@ def enough(count: int) -> str:
     number, unit = _in_units(count)
     digits = 4 - floor(log10(number)) if number else 0
     return f"{ceil(number * 10**digits) / 10**digits:g} {unit}" if digits > 0 else f"{count} B"
+
+
+def all_enough(counts: Sequence[int]) -> list[str]:
+    """Return bytes in one unit, for a column: no less than there are, the least in five digits."""
+    number, unit = _in_units(min(counts))
+    digits = 4 - floor(log10(number)) if number else 0
+    if unit == UNITS[0] or digits <= 0:
+        return [f"{count} B" for count in counts]
+    scale = 10**digits / 1024 ** UNITS.index(unit)
+    return [f"{ceil(count * scale) / 10**digits:.{digits}f} {unit}" for count in counts]
 
 
 def _in_units(count: float) -> tuple[float, str]:

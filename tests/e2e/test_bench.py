@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from measured_here import keep_rates, tilewise_here
-from tilewise.bench.plans import drift_of, spearman
+from tilewise.bench.plans import PlanRow, drift_of, spearman
 from tilewise.cli import main
 
 
@@ -169,6 +169,18 @@ def test_plans(
         name: row["predicted_s"] for row in found["rows"] for name in row["plan"].split(" = ")
     }
     assert by_name["searched"] == min(by_name.values())
+
+
+def test_a_mix_says_which_degrees_it_has() -> None:
+    layers = {"stem": "n2", "body": "h2", "head": "n2"}
+    told = "n2 for 2, h2 for 1 layers"
+    for name, degrees in (
+        ("mix 3", told),
+        ("auto = searched", told),
+        ("auto = n2", ""),
+        ("h2", ""),
+    ):
+        assert PlanRow(name, 1.0, 1.0, layers).degrees == degrees
 
 
 def test_the_drift_is_that_of_most_plans() -> None:

@@ -21,6 +21,8 @@ from tilewise import Plan
 from tilewise.cli import main
 from tilewise.cli.local import Calibration
 from tilewise.layout import Degrees
+from tilewise.report.plans import plan_view
+from tilewise.report.sources import Source
 
 PARTS = ("forward_seconds", "backward_seconds", "optimizer_seconds", "sync_seconds")
 KEYS = {
@@ -52,8 +54,12 @@ def test_json_has_the_promised_keys_and_the_plan_loads(
     assert all(set(row) == ROW for row in found["layers"])
     assert set(found["baselines"]) == BASELINES
     assert all(
-        set(one) == {"step_seconds", "peak_bytes", "fits"} for one in found["baselines"].values()
+        set(one) == {"step_seconds", "peak_bytes", "fits", "degrees"}
+        for one in found["baselines"].values()
     )
+    assert found["baselines"]["data"]["degrees"] == "n4"
+    assert found["baselines"]["owt"]["degrees"] is None
+    assert Degrees.parse(found["baselines"]["uniform"]["degrees"]).product == 4
     assert found["devices"] == 4
     assert found["machine"] == "p100x4"
     assert found["optimal"] is True
@@ -66,14 +72,16 @@ def test_json_has_the_promised_keys_and_the_plan_loads(
     degrees = {row["name"]: row["degrees"] for row in found["layers"]}
     assert all(degrees[name] == str(one) for name, one in plan.layers.items())
     words = [*SMALL, *where, "--diff", str(path), "--pareto", "--explain", "features.1"]
-    words += ["--memory", "64GiB"]
+    words += ["--memory", "64GiB", "-o", str(path)]
     assert finish(shlex.join(["tilewise", "plan", *words]), monkeypatch) == 0
     shown = capsys.readouterr().out
     for text in ("compared with", "proven best", "time against memory", "the other"):
         assert text in shown
+    assert re.search(r"proven in [0-9.]+ s \(--price-limit\)\nwritten to .*plan.json\n", shown)
     line = " ".join(shown.split())
-    for text in ("compute does not hide it", "owt (one weird trick)", "held: kept for backward",
-                 "features.1 is split as features.0", "all keep the pins",
+    for text in ("compute does not hide it", "owt (one weird trick)",
+                 "held: what these keep for backward", "features.1 is split as features.0",
+                 "all keep the pins",
                  "has 14.9 GiB only: this plans for larger ones"):  # fmt: skip
         assert text in line
     assert "features.1: ways that are left out" in shown
@@ -109,6 +117,53 @@ def test_json_says_of_every_way_why_it_was_left_out(
     assert {one["degrees"] for one in slower} < {one["degrees"] for one in found["alternatives"]}
     total = sum(one["count"] for one in groups.values())
     assert 0 < comb(2 + 6, 6) - total <= len(found["alternatives"])
+
+
+def test_several_layers_are_explained_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layers = ["features.0", "features.3"]
+    where = [*SMALL, "--devices", "2", "--machine", "p100x4"]
+    words = ["tilewise", "plan", *where, *(f"--explain={name}" for name in (*layers, layers[0]))]
+    assert finish(shlex.join(words), monkeypatch) == 0
+    shown = capsys.readouterr().out
+    first, second = (shown.index(f"{name}: the step with each way") for name in layers)
+    assert first < second
+    assert "this layer and those that follow it" in " ".join(shown.split())
+    assert finish(shlex.join([*words, "--json"]), monkeypatch) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["layer"] for one in found["explain"]] == layers
+    assert all(one["alternatives"] and one["left_out"] for one in found["explain"])
+    view = plan_view(Source("plan", "found", Path("found.json"), found), "found")
+    assert set(view["explain"]) == set(layers)
+
+
+def test_a_step_is_planned_with_its_loss(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*SMALL, "--devices", "2", "--machine", "p100x4", "--pin", "*=n2", "--json"]
+    found = {}
+    for loss in ("none", "cross_entropy"):
+        command = ["tilewise", "plan", *words, "--price-limit", "0", "--loss", loss]
+        assert finish(shlex.join(command), monkeypatch) == 0
+        found[loss] = json.loads(capsys.readouterr().out)
+        assert found[loss]["details"]["loss"] == loss
+    kinds = {loss: {row["kind"] for row in one["layers"]} for loss, one in found.items()}
+    assert kinds["cross_entropy"] - kinds["none"] == {"cross_entropy_loss"}
+    assert found["cross_entropy"]["step_seconds"] > found["none"]["step_seconds"]
+
+
+def test_tables_say_what_again_means(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["tilewise", "plan", "unet3d", "--arg", "width=0.25", "--input", "1x1x32x32x32",
+             "--devices", "2", "--machine", "p100x4", "--time-limit", "2"]  # fmt: skip
+    limited = ["--memory", "24MiB", "--recompute", "--explain", "bottom.conv1"]
+    for options, times in ((limited, 4), ([], 0)):
+        assert finish(shlex.join([*words, *options]), monkeypatch) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert shown.count("again: what backward needs") == times
+        assert ", again, " not in shown
 
 
 def _check_network(about: dict[str, Any]) -> None:
@@ -158,6 +213,8 @@ def test_tables_are_whole_on_80_columns(
         assert text in shown
     assert all(line.endswith(" …") for line in re.findall(r".*…", shown)), "names are whole"
     assert all(len(line) <= 80 for line in shown.splitlines())
+    assert re.search(r"│ data +│ n4 +│", shown)
+    assert re.search(r"│ owt +│ n4 for 8; f4 for 3 +│", shown)
     shown = shown.partition("each way to split it")[2]
     for text in ("exchange", "decides", "memory_bandwidth_bytes_per_s"):
         assert text in shown
@@ -188,6 +245,7 @@ def calls_degrees(about: dict[str, Any]) -> dict[str, str]:
             2,
             "--pin: features.0 is fixed as 'n2' and as 'h2'",
         ),
+        (["--machine", "lassen", "--loss", "rms"], 2, "must be one of none, mse, cross_entropy"),
         (["--machine", "lassen", "--memory", "1KB"], 1, "is too small"),
         (["--machine", "lassen", "--dtype", "int8"], 2, "one of float64, float32, bfloat16, flo"),
         (

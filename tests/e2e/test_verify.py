@@ -100,6 +100,7 @@ def test_people_get_progress_and_a_table_and_are_told_of_fallbacks(
         (("net.py:Net", "--input", "2x3x8x8", "--plan", "conv=d2"), "conv has no depth"),
         (("net.py:Net", "--input", "2x3x8x8", "--plan", "h4"), "(=2); it may be 1, 2"),
         (("net.py:Net", "--input", "2x3x8x8", "--plan", "q2"), "'q2' in 'q2' is not one of"),
+        (("net.py:Net", "--input", "2x3x8x8", "--plan", "atuo"), "did you mean 'auto'?"),
         (("net.py:Net", "--input", "2x3x8x8", "--arg", "width"), "must be key=value"),
         (("net.py:Net", "--input", "2x3x8x8", "--arg", "depth=3"), "raised"),
         (("net.py:Net", "--input", "2x5x8x8"), "could not trace Net"),

@@ -105,3 +105,15 @@ def test_few_rules_leave_out_many_ways() -> None:
         "c times f is at most 2, the layer's channels",
         "the same with c alone: only the product of c and f counts",
     }
+
+
+def test_of_a_grouped_convolution_groups_are_cut() -> None:
+    grouped = Layer("deep", "conv1d", (8, 16, 8), {"n": 8, "h": 8, "c": 2, "f": 2, "cf": 2})
+    rules = {one.rule for one in candidates(grouped, 4).dropped()}
+    assert rules >= {
+        "c is at most 2, the layer's groups",
+        "f is at most 2, the layer's groups",
+        "c times f is at most 2, the layer's groups",
+    }
+    assert why_not(grouped, Degrees(c=4), 4) == "c4 cuts 2 groups into empty parts"
+    assert why_not(grouped, Degrees(c=2, f=2), 4) == "c2 f2 cut 2 groups into empty parts"

@@ -14,7 +14,7 @@ from rich.console import Console
 from plans import NETS, build, graph_of
 from tilewise import Plan, capture, models, search
 from tilewise.auto.finals import contenders, uniform_plans
-from tilewise.cli.plan_tables import MOST_ALTERNATIVES, show_alternatives, show_sensitivity
+from tilewise.cli.plan_others import MOST_ALTERNATIVES, show_alternatives, show_sensitivity
 from tilewise.errors import PlanError
 from tilewise.layout import Degrees
 from tilewise.planner.baselines import NAMES, seconds_of
@@ -37,6 +37,11 @@ def test_no_baseline_is_faster(found: Found) -> None:
     assert set(found.baselines) == set(NAMES)
     for one in found.baselines.values():
         assert one.step_seconds >= found.step_seconds * (1 - 1e-9)
+    shared = {name: found.shared_degrees(one.plan) for name, one in found.baselines.items()}
+    for name, degrees in shared.items():
+        choice = found.formulation.choice(found.baselines[name].plan)
+        assert degrees is None or found.formulation.nearest(degrees) == choice
+    assert shared["uniform"] is not None
     best = found.baselines["uniform"].step_seconds
     assert best <= found.baselines["data"].step_seconds
     assert best <= found.baselines["spatial"].step_seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -358,6 +359,20 @@ def test_the_command_prints_tables_and_json(
     assert [rank["rank"] for rank in plain["ranks"]] == [0, 3]
     assert [point["devices"] for point in plain["strong"]] == [2, 4]
     assert plain["plan"]["features.0"] == "n4 h2"
+
+
+def test_layers_keep_their_names_on_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    plan = "features.*=n4 h2,features.10=f8,classifier.*=f8"
+    assert run(monkeypatch, "--input=8x3x96x96", "--devices=8", f"--plan={plan}", "--ranks=0") == 0
+    shown = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    table = shown.partition("layers")[2].partition(" all ")[0]
+    assert [line.endswith(" …") for line in re.findall(r".*…", table)] == [True] * 3
+    for name in ("features.0", "features.9", "features.10", "features.11", "classifier.6"):
+        assert f" {name} " in table
 
 
 @pytest.mark.parametrize(

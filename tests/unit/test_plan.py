@@ -11,8 +11,12 @@ import torch
 from torch import nn
 
 from tilewise import Degrees, Graph, Plan, capture
+from tilewise.cli.naming import parse_plan
+from tilewise.cli.train import plan_text, ranks_of
 from tilewise.errors import LayoutError, PlanError
+from tilewise.graph import as_plan
 from tilewise.graph.parallel import check_names
+from tilewise.train.recipe import Recipe
 
 
 class Net(nn.Module):
@@ -112,6 +116,33 @@ def test_a_pattern_that_matches_nothing_is_answered_with_one_that_does() -> None
 def test_of_refuses_degrees_it_cannot_read(graph: Graph) -> None:
     with pytest.raises(LayoutError, match="'x2' in 'x2' is not one of n c f d h w"):
         Plan.of(graph, {"conv1": "x2"})
+
+
+def test_a_file_is_a_plan_whatever_its_name(
+    graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = Plan.of(graph, {"conv1": "h2"})
+    for name in ("chosen.plan", "n2", "auto", "1"):
+        plan.save(name)
+    for name in ("chosen.plan", "n2"):
+        assert as_plan(graph, name) == parse_plan(name) == plan
+        assert plan_text(name) == name
+        assert ranks_of(Recipe.model_construct(plan=name)) == 2
+    assert parse_plan("auto") == "auto"
+    assert as_plan(graph, "1") == Plan.uniform(graph, "1")
+    assert parse_plan("conv*=h2,fc=f2") == {"conv*": "h2", "fc": "f2"}
+
+
+def test_a_word_that_is_no_plan_is_answered_with_what_may_be_meant(graph: Graph) -> None:
+    known = "is not one of n c f d h w followed by a number, such as 'n2 h4'"
+    for word, guess in (
+        ("atuo", f"{known}; did you mean 'auto'?$"),
+        ("plan.jsn", f"{known}; there is no plan file of that name either$"),
+        ("x2", f"{known}$"),
+    ):
+        with pytest.raises(LayoutError, match=re.escape(guess[:-1]) + "$"):
+            as_plan(graph, word)
 
 
 def test_layers_that_share_a_parameter_share_channel_degrees() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tilewise.units import enough, size
+from tilewise.units import all_enough, enough, size
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,10 @@ def test_size(count: int, text: str) -> None:
 )  # fmt: skip
 def test_enough_is_no_less_than_there_are(count: int, text: str) -> None:
     assert enough(count) == text
+
+
+def test_a_column_of_bytes_has_one_unit_and_one_number_of_digits() -> None:
+    peaks = [568 << 20, (568 << 20) + 1, 14_727_616_000]
+    assert all_enough(peaks) == ["568.00 MiB", "568.01 MiB", "14045.35 MiB"]
+    assert all_enough([0, 2000]) == ["0 B", "2000 B"]
+    assert all_enough([1 << 30]) == ["1.0000 GiB"]

@@ -32,6 +32,7 @@ from tilewise.graph.parallel import ParallelModel, PlanLike, as_plan
 from tilewise.graph.runs import no_autocast
 from tilewise.ops.kept import store
 from tilewise.plan import Plan
+from tilewise.plan.given import AUTO
 from tilewise.planner.calls import SplitCall
 from tilewise.planner.cost import Setting
 from tilewise.planner.formulate import formulate
@@ -48,7 +49,6 @@ from tilewise.planner.solve import InfeasibleError
 from tilewise.planner.whole import Parts, fit_step
 
 LOG = logging.getLogger("tilewise")
-AUTO = "auto"
 STRANGER = "lassen"  # whose rates are taken where none were measured
 TIME_LIMIT = 20.0
 ROUNDS = (2, 6, 6)  # of running plans, learning from it between them

@@ -30,12 +30,14 @@ from tilewise.comm import Mesh
 from tilewise.graph import capture
 from tilewise.layout import Degrees
 from tilewise.plan import Plan
+from tilewise.plan.given import AUTO
 from tilewise.planner.candidates import all_degrees
 from tilewise.planner.search import Found
 from tilewise.testing.verify import LOSSES, draw_targets
 
 LEAST = 10
 MIX = "mix "
+SEARCHED = "searched"
 MIXES = 4
 TRIES = 200
 CHANGES = 0.15
@@ -56,6 +58,14 @@ class PlanRow:
     @property
     def error(self) -> float:
         return abs(self.predicted_s - self.measured_s) / self.measured_s
+
+    @property
+    def degrees(self) -> str:
+        """How many layers have which degrees; empty where a name of the plan says it."""
+        names = self.plan.split(" = ")
+        if any(name not in (AUTO, SEARCHED) and not name.startswith(MIX) for name in names):
+            return ""
+        return Plan({name: Degrees.parse(text) for name, text in self.layers.items()}).told()
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"error": self.error}
@@ -170,7 +180,7 @@ def drift_of(pairs: Sequence[tuple[float, float]]) -> float:
 def _plans(chosen: Plan, found: Found) -> list[tuple[str, str, float]]:
     """List the auto plan, what the search found, all uniform plans and some mixes, with times."""
     names: dict[str, str] = {}
-    for name, plan in {"auto": chosen, "searched": found.plan, **uniform_plans(found)}.items():
+    for name, plan in {AUTO: chosen, SEARCHED: found.plan, **uniform_plans(found)}.items():
         text = plan.to_json()
         names[text] = f"{names[text]} = {name}" if text in names else name
     draw = random.Random(0)

@@ -47,10 +47,15 @@ def plans(
         return
     table = new_table(f"one training step of {model}, {ranks} ranks, milliseconds",
                       "", "predicted", "measured", "error")  # fmt: skip
-    for row in sorted(found.rows, key=lambda row: row.measured_s):
+    rows = sorted(found.rows, key=lambda row: row.measured_s)
+    for row in rows:
         table.add_row(row.plan, *in_ms(row.predicted_s, row.measured_s), f"{row.error:.0%}")
-    Console().print(
-        table,
+    console = Console()
+    console.print(table)
+    for row in rows:
+        if row.degrees:
+            console.print(f"{row.plan}: {row.degrees}", style="dim", highlight=False)
+    console.print(
         f"regret {found.regret:.3f} (auto over the fastest), rank correlation "
         f"{found.rank_correlation:.2f}, median error {found.median_error:.0%}, of mixes "
         f"{found.mixes_error:.0%}; steps take {found.drift:.2f} times what they took when the plan "

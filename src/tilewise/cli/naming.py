@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,26 @@ from torch import nn
 from tilewise.errors import CheckpointError, InputError
 from tilewise.models.find import find_model
 from tilewise.plan import Plan
+from tilewise.plan.given import is_file
 from tilewise.train.manifest import Manifest
 from tilewise.train.resume import checkpoint_in
 
 __all__ = [
-    "InputError", "build_model", "find_model", "named_checkpoint", "parse_argument", "parse_dtype",
-    "parse_plan", "parse_shape",
+    "LOSSES", "InputError", "build_model", "find_model", "named_checkpoint", "parse_argument",
+    "parse_dtype", "parse_loss", "parse_plan", "parse_shape",
 ]  # fmt: skip
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")
 }
+
+
+LOSSES: dict[str, Callable[..., Any] | None] = {
+    "none": None,
+    "mse": nn.functional.mse_loss,
+    "cross_entropy": nn.functional.cross_entropy,
+}
+"""The losses that a step may be planned and simulated with."""
 
 
 def named_checkpoint(command: str, folder: Path) -> tuple[Path, Manifest]:
@@ -81,9 +90,16 @@ def parse_dtype(text: str, *, known: Iterable[str] = DTYPES) -> torch.dtype:
     return DTYPES[text]
 
 
+def parse_loss(text: str) -> Callable[..., Any] | None:
+    """Read a loss' name."""
+    if text not in LOSSES:
+        raise InputError(f"--loss: {text!r} must be one of {', '.join(LOSSES)}")
+    return LOSSES[text]
+
+
 def parse_plan(text: str) -> str | dict[str, str] | Plan:
     """Read degrees, `pattern=degrees` pairs joined by commas, JSON, or a plan file."""
-    if text.endswith(".json"):
+    if is_file(text):
         if not Path(text).is_file():
             raise InputError(f"--plan: there is no file {text}")
         return Plan.load(text)

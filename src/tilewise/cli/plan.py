@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
-from math import isfinite
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,25 +14,30 @@ import typer
 from rich.console import Console
 
 from tilewise.cli.local import calibration
-from tilewise.cli.naming import InputError, build_model, parse_dtype, parse_shape
-from tilewise.cli.plan_tables import (
-    explain_local,
+from tilewise.cli.naming import (
+    LOSSES,
+    InputError,
+    build_model,
+    parse_dtype,
+    parse_loss,
+    parse_shape,
+)
+from tilewise.cli.plan_extras import extras, plain
+from tilewise.cli.plan_others import (
     show_alternatives,
     show_comparison,
     show_difference,
     show_frontier,
     show_left_out,
-    show_plan,
     show_sensitivity,
 )
+from tilewise.cli.plan_tables import explain_local, show_plan
 from tilewise.errors import PlanError
 from tilewise.graph import Graph, capture
 from tilewise.graph.parallel import check_names
 from tilewise.plan import Plan
 from tilewise.plan.plan import DETAILS
-from tilewise.planner.candidates import Dropped
 from tilewise.planner.details import details
-from tilewise.planner.explain import Alternative
 from tilewise.planner.search import Found, search
 from tilewise.planner.solve import InfeasibleError
 
@@ -51,6 +55,7 @@ def plan(
     memory: Annotated[
         str | None, typer.Option(help="what a device may hold, such as 16GiB")
     ] = None,
+    loss: Annotated[str, typer.Option(help=", ".join(LOSSES))] = "none",
     optimizer: Annotated[str, typer.Option(help="sgd, momentum, rmsprop, adam or adamw")] = "adam",
     dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16")] = "float32",
     pin: Annotated[
@@ -62,8 +67,10 @@ def plan(
     ] = False,
     pareto: Annotated[bool, typer.Option("--pareto", help="show time against memory")] = False,
     explain: Annotated[
-        str | None,
-        typer.Option(help="a layer: price all ways to split it, and say why others are left out"),
+        list[str] | None,
+        typer.Option(
+            help="a layer: price all ways to split it, and say why others are left out; repeats"
+        ),
     ] = None,
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity", help="vary each rate of the machine by 10 %")
@@ -87,11 +94,11 @@ def plan(
         raise InputError(f"-o: there is no folder {output.parent}; make it first")
     if output is not None and output.is_dir():
         raise InputError(f"-o: {output} is a folder; name a file in it")
-    kind, kept = parse_dtype(dtype), calibration(machine, devices)
+    kind, criterion, kept = parse_dtype(dtype), parse_loss(loss), calibration(machine, devices)
     with torch.device("meta"):
         found_model = build_model(model, tuple(arg or ()), kind, 0)
     inputs = tuple(torch.empty(shape, dtype=kind, device="meta") for shape in shapes)
-    graph = capture(found_model, inputs)
+    graph = capture(found_model, inputs, criterion)
     if other is not None:
         _check_other(graph, other, devices)
     console = Console(stderr=True)
@@ -108,27 +115,31 @@ def plan(
                 recompute=recompute,
                 time_limit=time_limit,
             )
-            extra = _extras(found, pareto, explain, other)
-            if sensitivity:
-                extra["sensitivity"] = found.sensitivity()
+            extra = extras(
+                found, pareto=pareto, explain=explain or (), other=other, sensitivity=sensitivity
+            )
     except InfeasibleError as error:
         print(f"tilewise: {error}", file=sys.stderr)
         sys.exit(1)
-    plain = found.as_dict() | _plain(extra)
+    told = found.as_dict() | plain(extra)
     if kept is not None:
-        plain["machine_file"] = kept.as_dict()
+        told["machine_file"] = kept.as_dict()
+    began = time.monotonic()
     if output is not None or json_:
-        about = {"model": model, **details(found, time_limit=price_limit)}
+        with console.status("proving prices of other ways for a report (--price-limit)"):
+            about = {"model": model, "loss": loss, **details(found, time_limit=price_limit)}
+    took = time.monotonic() - began
     if output is not None:
-        _write(output, found.plan, plain | about)
+        _write(output, found.plan, told | about)
     if json_:
-        print(json.dumps(plain | {DETAILS: about}))
+        print(json.dumps(told | {DETAILS: about}))
         return
     if kept is not None:
         explain_local(kept, Console())
     _show(found, extra, Console())
     if output is not None:
-        print(f"\nwritten to {output}")
+        print(f"\nprices of other ways, for a report, were proven in {took:.1f} s (--price-limit)")
+        print(f"written to {output}")
 
 
 def _write(path: Path, plan: Plan, about: dict[str, Any]) -> None:
@@ -166,76 +177,12 @@ def _pins(texts: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _extras(found: Found, pareto: bool, explain: str | None, other: Plan | None) -> dict[str, Any]:
-    """Compute what was asked for besides the plan."""
-    extra: dict[str, Any] = {}
-    if pareto:
-        extra["frontier"] = found.frontier()
-    if explain is not None:
-        ways = found.explain(explain)
-        extra["explain"] = (explain, ways, found.left_out(explain, ways))
-    if other is not None:
-        try:
-            extra["diff"] = found.price(other)
-        except PlanError as error:
-            raise InputError(f"--diff: {error}") from error
-    return extra
-
-
-def _plain(extra: dict[str, Any]) -> dict[str, Any]:
-    """Return the extras as plain values."""
-    out: dict[str, Any] = {}
-    if "frontier" in extra:
-        out["frontier"] = [
-            {"step_seconds": one.step_seconds, "peak_bytes": one.peak_bytes}
-            for one in extra["frontier"]
-        ]
-    if "explain" in extra:
-        layer, alternatives, left_out = extra["explain"]
-        out["explain"] = {
-            "layer": layer,
-            "alternatives": [_plain_way(one) for one in alternatives],
-            "left_out": [_plain_group(rule, some) for rule, some in left_out.items()],
-        }
-    if "sensitivity" in extra:
-        out["sensitivity"] = [
-            asdict(one) | {"survives": one.survives} for one in extra["sensitivity"]
-        ]
-    if "diff" in extra:
-        other = extra["diff"]
-        out["diff"] = {
-            "step_seconds": other.step_seconds,
-            "peak_bytes": other.peak_bytes,
-            "fits": other.fits,
-            "layers": {name: str(degrees) for name, degrees in other.plan.layers.items()},
-            "recompute": other.plan.recompute,
-        }
-    return out
-
-
-def _plain_way(one: Alternative) -> dict[str, Any]:
-    """Return a way to split a layer as plain values; null for what no plan that fits has."""
-    values = asdict(one) | {"degrees": str(one.degrees), "decides": one.decides}
-    seconds = {key: values[key] for key in ("step_seconds", "alone_seconds")}
-    return values | {key: one if isfinite(one) else None for key, one in seconds.items()}
-
-
-def _plain_group(rule: str, some: Sequence[Dropped]) -> dict[str, Any]:
-    """Return ways that one rule leaves out as plain values."""
-    ways = [
-        {"degrees": str(one.degrees), "recompute": one.recompute, "reason": one.reason}
-        for one in some
-    ]
-    return {"reason": rule, "count": len(ways), "ways": ways}
-
-
 def _show(found: Found, extra: dict[str, Any], console: Console) -> None:
     show_plan(found, console)
     show_comparison(found, console)
     if "frontier" in extra:
         show_frontier(extra["frontier"], console)
-    if "explain" in extra:
-        layer, alternatives, left_out = extra["explain"]
+    for layer, alternatives, left_out in extra.get("explain", ()):
         show_alternatives(layer, alternatives, found, console)
         show_left_out(layer, left_out, console)
     if "sensitivity" in extra:

@@ -8,24 +8,16 @@ from itertools import groupby
 from math import isfinite
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, JustifyMethod
+from rich.console import Console
 from rich.table import Table
 
 from tilewise.cli.local import Calibration
 from tilewise.layout import Degrees
-from tilewise.planner.candidates import Dropped
-from tilewise.planner.explain import Alternative, variable_of
-from tilewise.planner.places import resolved
 from tilewise.planner.rows import Row, together
-from tilewise.planner.search import Found, Priced
-from tilewise.planner.sensitivity import Tried
-from tilewise.units import enough, size
+from tilewise.planner.search import Found
+from tilewise.units import size
 
 KINDS = ("compute", "halo", "exchange", "sync")
-MOST_ALTERNATIVES = 20
-MOST_EXAMPLES = 3
-UNDER = 1 - 1e-6
-"""Which share of the plan's step counts as less."""
 WAITING = (
     "halo: a layer's wait for rows and gathered channels of others, as far as compute does not "
     "hide it; exchange: scattered results, statistics of norms, and moves between layers"
@@ -40,12 +32,7 @@ HELD = (
     "workspace, gradients on their way, copies for sums and the optimizer), of several layers the "
     "largest, as they run one after another"
 )
-PEOPLE_USE = (
-    "data: samples only; spatial: depth, height and width only; model: channels and filters only; "
-    "owt (one weird trick): samples, but linear layers by filters; uniform: the same degrees for "
-    "all layers. Each is the fastest of its kind that fits, so another --memory may bring another "
-    "one; where none fits it is one that needs little"
-)
+AGAIN = "again: what backward needs of it is not kept, but computed a second time"
 
 
 def milliseconds(seconds: float) -> str:
@@ -56,16 +43,17 @@ def milliseconds(seconds: float) -> str:
 def show_plan(found: Found, console: Console) -> None:
     """Show stretches of layers with equal degrees, with their times and bytes."""
     title = f"plan for {found.devices} devices of {found.machine.name}, milliseconds"
-    table = _compact(title, ("layers", "degrees"), (*KINDS, "sent"))
-    for way, stretch in _stretches(found):
+    table = compact(title, ("layers", "degrees"), (*KINDS, "sent"))
+    for split, stretch in _stretches(found):
         table.add_row(
-            _named(stretch), way, *_times(stretch), size(sum(row.bytes for row in stretch))
+            _named(stretch), split, *_times(stretch), size(sum(row.bytes for row in stretch))
         )
     table.add_section()
     total = size(sum(row.bytes for row in found.rows))
     table.add_row("all", "", *_times(found.rows), total, style="bold")
     console.print(table)
-    explain(COSTS, console)
+    again = f"; {AGAIN}" * any(row.recompute for row in found.rows)
+    explain(COSTS + again, console)
     hidden = found.hidden_seconds
     console.print(
         f"step {milliseconds(found.step_seconds)} ms: forward "
@@ -84,13 +72,14 @@ def show_plan(found: Found, console: Console) -> None:
 def show_held(found: Found, console: Console) -> None:
     """Show what the fullest device has of each stretch of layers, and what its peak is made of."""
     total = together(found.rows)
-    table = _compact("bytes on the fullest device", ("layers", "degrees"), total)
-    for way, stretch in _stretches(found):
-        table.add_row(_named(stretch), way, *_sizes(together(stretch)))
+    table = compact("bytes on the fullest device", ("layers", "degrees"), total)
+    for split, stretch in _stretches(found):
+        table.add_row(_named(stretch), split, *_sizes(together(stretch)))
     table.add_section()
     table.add_row("all", "", *_sizes(total), style="bold")
     console.print(table)
-    explain(HELD, console)
+    again = f"; {AGAIN}" * any(row.recompute for row in found.rows)
+    explain(HELD + again, console)
     console.print(
         f"memory {size(found.peak_bytes)} of {size(found.memory_bytes)} on the fullest device"
     )
@@ -104,7 +93,7 @@ def show_held(found: Found, console: Console) -> None:
     console.print(f"at its fullest, {moment.phase} of {moment.layer}: {held}")
 
 
-def _compact(title: str, words: Iterable[str], numbers: Iterable[str]) -> Table:
+def compact(title: str, words: Iterable[str], numbers: Iterable[str]) -> Table:
     """Return a table for 80 columns, in which words may be folded and numbers may not."""
     table = Table(title=title, box=SIMPLE_HEAD, padding=0, pad_edge=False)
     for name in words:
@@ -130,154 +119,24 @@ def explain_local(kept: Calibration, console: Console) -> None:
 
 def _stretches(found: Found) -> Iterator[tuple[str, list[Row]]]:
     """Yield layers that follow each other and are split alike, with how they are."""
-    for way, group in groupby(found.rows, key=lambda row: _way(row.degrees, row.recompute)):
-        yield way, list(group)
+    for split, group in groupby(found.rows, key=lambda row: way(row.degrees, row.recompute)):
+        yield split, list(group)
 
 
 def _named(stretch: Sequence[Row]) -> str:
-    first, last = stretch[0].name, stretch[-1].name
-    return first if len(stretch) == 1 else f"{first} … {last} ({len(stretch)})"
+    return between([row.name for row in stretch])
+
+
+def between(names: Sequence[str]) -> str:
+    """Return the first and the last of layers that follow each other, and how many they are."""
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
 
 
 def _times(stretch: Sequence[Row]) -> list[str]:
     return [milliseconds(sum(getattr(row, f"{kind}_s") for row in stretch)) for kind in KINDS]
 
 
-def show_comparison(found: Found, console: Console) -> None:
-    """Show what the plans that people use would take."""
-    table = Table(title="compared with")
-    for name in ("plan", "step (ms)", "ratio", "memory", "fits"):
-        table.add_column(name, justify="left" if name == "plan" else "right")
-    for name, one in found.baselines.items():
-        table.add_row(
-            name,
-            milliseconds(one.step_seconds),
-            f"{one.step_seconds / found.step_seconds:.2f}",
-            size(one.peak_bytes),
-            "yes" if one.fits else "[red]no[/]",
-        )
-    console.print(table)
-    explain(PEOPLE_USE + "; all keep the pins" * bool(found.pins), console)
-
-
-def show_frontier(points: Sequence[Priced], console: Console) -> None:
-    """Show how much time less memory costs."""
-    table = Table(title="time against memory")
-    table.add_column("memory", justify="right")
-    table.add_column("step (ms)", justify="right")
-    for one in points:
-        table.add_row(enough(one.peak_bytes), f"{1e3 * one.step_seconds:.4g}")
-    console.print(table)
-
-
-def show_alternatives(
-    layer: str, alternatives: Sequence[Alternative], found: Found, console: Console
-) -> None:
-    """Show the price of other ways to split a layer."""
-    title = f"{layer}: the step with each way to split it, all others re-optimised, milliseconds"
-    owner = found.formulation.names[variable_of(found.formulation, layer)]
-    if owner != layer:
-        title = f"{layer} is split as {owner}: " + title.removeprefix(f"{layer}: ")
-    table = Table(title=title, box=SIMPLE_HEAD, padding=0, pad_edge=False)  # for 80 columns
-    for name in ("degrees", "step", "more", *KINDS, "held", "decides"):
-        justify: JustifyMethod = "left" if name in ("degrees", "decides") else "right"
-        table.add_column(name, justify=justify, no_wrap=name != "degrees")
-    fitting = [one for one in alternatives if isfinite(one.step_seconds)]
-    shown = fitting[:MOST_ALTERNATIVES]
-    shown += [one for one in fitting[MOST_ALTERNATIVES:] if one.chosen]  # bounds may sort before it
-    for one in shown:
-        bound, seconds = "" if one.exact else "≥ ", one.step_seconds
-        if one.chosen and not one.exact:  # the plan itself is known to have it
-            bound, seconds = "≤ ", found.step_seconds
-        table.add_row(
-            _way(one.degrees, one.recompute) + " *" * one.chosen,
-            bound + milliseconds(seconds),
-            f"{seconds / found.step_seconds - 1:+.1%}",
-            *(milliseconds(getattr(one, f"{kind}_s")) for kind in KINDS),
-            size(one.held_bytes),
-            one.decides,
-        )
-    console.print(table)
-    left = len(fitting) - len(shown)
-    less = [one for one in shown if one.exact and one.step_seconds < found.step_seconds * UNDER]
-    unproven = any(one.chosen and not one.exact for one in shown)
-    text = (
-        "* chosen; ≥ a lower bound; "
-        + "≤ the plan's own step, which is not proven best; " * unproven
-        + "less than the plan: a faster one was found while pricing, search longer; " * bool(less)
-        + "compute to sync: of this layer alone, halos before any of them "
-        "hides behind compute; held: kept for backward; decides: the largest of its costs, sums of "
-        "gradients as far as the plan's do not hide behind backward"
-    )
-    explain(text + f"; {left} others not shown, none of them may take less" * (left > 0), console)
-
-
-def show_left_out(layer: str, left_out: Mapping[str, Sequence[Dropped]], console: Console) -> None:
-    """Show why ways to split a layer were left out, with some that are the least cut."""
-    if not left_out:
-        return
-    table = _compact(f"{layer}: ways that are left out", ("because", "such as"), ("ways",))
-    for rule, some in left_out.items():
-        few = sorted(some, key=lambda one: one.degrees.product)[:MOST_EXAMPLES]
-        examples = ", ".join(_way(one.degrees, one.recompute) for one in few)
-        table.add_row(rule, examples, str(len(some)))
-    console.print(table)
-
-
-def show_sensitivity(tried: Sequence[Tried], console: Console) -> None:
-    """Show where the plan would no longer be the best one."""
-    table = Table(title="if one of the machine's rates were 10 % off")
-    for name in ("rate", "times", "plan is slower than the best by", "layers that change"):
-        table.add_column(
-            name, justify="left" if name == "rate" else "right", no_wrap=name == "rate"
-        )
-    for one in tried:
-        regret = "the same" if one.survives else f"{one.regret:.1%}"
-        regret += "" if one.proven else " (unproven)"
-        table.add_row(one.rate, f"{one.share:.1f}", regret, str(one.changed))
-    console.print(table)
-    worst = max(tried, key=lambda one: one.regret)
-    said = f"it depends most on {worst.rate}"
-    unproven = sum(not one.proven for one in tried)
-    survives = "the plan survives all of them" + ", as far as was found" * bool(unproven)
-    console.print(survives if worst.survives else said)
-    if unproven:
-        explain(
-            f"unproven: {unproven} of {len(tried)} searches ended before they had proven the plan "
-            "that is the best there; --time-limit gives them more time",
-            console,
-        )
-
-
-def show_difference(found: Found, other: Priced, console: Console) -> None:
-    """Show where another plan differs, and what it costs."""
-    plans = (found.plan, other.plan)
-    every = [resolved(found.formulation.graph, plan) for plan in plans]
-    ways = {
-        name: [
-            _way(degrees[name], plan.recomputes(name) is not None)
-            for plan, degrees in zip(plans, every)
-        ]
-        for name in dict.fromkeys(name for plan in plans for name in plan.layers)
-    }
-    differing = {name: pair for name, pair in ways.items() if pair[0] != pair[1]}
-    if differing:
-        table = Table(title="split differently")
-        for title in ("layer", "this plan", "the other"):
-            table.add_column(title)
-        for name, pair in differing.items():
-            table.add_row(name, *pair)
-        console.print(table)
-    else:
-        console.print("the other plan splits all layers as this one does")
-    console.print(
-        f"the other plan: step {milliseconds(other.step_seconds)} ms "
-        f"({other.step_seconds / found.step_seconds:.2f} of this one's), memory "
-        f"{size(other.peak_bytes)}, {'fits' if other.fits else 'does not fit'}"
-    )
-
-
-def _way(degrees: Degrees | str, recompute: bool) -> str:
+def way(degrees: Degrees | str, recompute: bool) -> str:
     """Return how a layer is split, and whether it is computed again in backward."""
     return f"{degrees}, again" if recompute else str(degrees)
 

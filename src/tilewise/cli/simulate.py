@@ -12,20 +12,23 @@ import typer
 from rich.console import Console
 
 from tilewise.cli.local import calibration
-from tilewise.cli.naming import InputError, build_model, parse_dtype, parse_plan, parse_shape
+from tilewise.cli.naming import (
+    LOSSES,
+    InputError,
+    build_model,
+    parse_dtype,
+    parse_loss,
+    parse_plan,
+    parse_shape,
+)
 from tilewise.cli.plan_tables import explain_local
 from tilewise.cli.simulate_tables import show_layers, show_ranks, show_summary, show_sweep
 from tilewise.graph import Graph, as_plan
 from tilewise.plan import Plan
+from tilewise.plan.given import AUTO
 from tilewise.planner.solve import InfeasibleError
 from tilewise.simulate import Point, Simulation, Sweep, as_dict
 from tilewise.simulate import simulate as run
-
-LOSSES = {
-    "none": None,
-    "mse": torch.nn.functional.mse_loss,
-    "cross_entropy": torch.nn.functional.cross_entropy,
-}
 
 
 def simulate(
@@ -67,8 +70,7 @@ def simulate(
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Run the split program of MODEL on ranks of a world that need not be at hand."""
-    if loss not in LOSSES:
-        raise InputError(f"--loss: {loss!r} must be one of {', '.join(LOSSES)}")
+    criterion = parse_loss(loss)
     counts = {"strong": _counts("--strong", strong), "weak": _counts("--weak", weak)}
     given = [count for some in counts.values() for count in some]
     if devices is None and not given:
@@ -78,7 +80,7 @@ def simulate(
     with torch.device("meta"):
         built = build_model(model, tuple(arg or ()), kind, 0)
     shapes = tuple(map(parse_shape, input))
-    sweep = Sweep(built, shapes, machine, kind, LOSSES[loss], optimizer, memory, time_limit)
+    sweep = Sweep(built, shapes, machine, kind, criterion, optimizer, memory, time_limit)
     graph = sweep.captured(shapes)
     console = Console(stderr=True)
     with console.status(f"running {model} on ranks of {size}"), warnings.catch_warnings():
@@ -118,7 +120,7 @@ def _counts(option: str, text: str | None, least: int = 1) -> tuple[int, ...]:
 
 
 def _plan(sweep: Sweep, graph: Graph, plan: str | None, devices: int) -> Plan:
-    if plan is not None:
+    if plan not in (None, AUTO):
         return as_plan(graph, parse_plan(plan))
     try:
         return sweep.best(graph, devices)

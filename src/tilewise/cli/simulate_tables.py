@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tilewise.cli.plan_tables import WAITING, explain, milliseconds
+from tilewise.cli.plan_tables import WAITING, between, compact, explain, milliseconds
 from tilewise.simulate import Point, Simulation
 from tilewise.simulate.plain import layers, peers
 from tilewise.units import size
@@ -17,17 +17,14 @@ from tilewise.units import size
 
 def show_layers(found: Simulation, console: Console, model: str) -> None:
     """Show stretches of layers with equal degrees: seconds, operations and bytes of a rank."""
-    table = Table(
-        title=f"{model} on {found.devices} devices of {found.machine.name}, "
-        "the slowest rank's milliseconds and bytes"
-    )
-    for name in ("layers", "degrees", "compute", "halo", "exchange", "GFLOP", "messages", "sent"):
-        table.add_column(name, justify="left" if name in ("layers", "degrees") else "right")
+    title = f"{model} on {found.devices} devices of {found.machine.name}, "
+    title += "the slowest rank's milliseconds and bytes"
+    numbers = ("compute", "halo", "exchange", "GFLOP", "messages", "sent")
+    table = compact(title, ("layers", "degrees"), numbers)
     rows = _followed(layers(found))
     for degrees, group in groupby(rows, key=lambda row: row["degrees"]):
         stretch = list(group)
-        first, last = stretch[0]["name"], stretch[-1]["name"]
-        named = first if len(stretch) == 1 else f"{first} … {last} ({len(stretch)})"
+        named = between([row["name"] for row in stretch])
         table.add_row(named, degrees, *_figures(stretch))
     table.add_section()
     table.add_row("all", "", *_figures(rows), style="bold")

@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from tilewise.auto.plan import AUTO
 from tilewise.cli.crew import Crew
 from tilewise.cli.exits import STOPPED_CODE
 from tilewise.cli.naming import parse_plan
@@ -22,6 +21,7 @@ from tilewise.cli.train_show import Show, show_check
 from tilewise.errors import TilewiseError
 from tilewise.layout import Degrees
 from tilewise.plan import Plan
+from tilewise.plan.given import AUTO, is_file, whole_degrees
 from tilewise.planner.solve import InfeasibleError
 from tilewise.train.check import check as check_recipe
 from tilewise.train.inputs import make_missing
@@ -137,23 +137,20 @@ def claimed(crew: Crew, folder: Path, resume: str | None) -> Iterator[None]:
 
 def plan_text(text: str) -> str | dict[str, str]:
     """Read `--plan` into what a recipe's plan may be."""
-    if text.endswith(".json"):
-        parse_plan(text)
-        return text
     parsed = parse_plan(text)
-    assert not isinstance(parsed, Plan)
-    return parsed
+    return text if isinstance(parsed, Plan) else parsed
 
 
 def ranks_of(recipe: Recipe) -> int:
     """Return how many ranks the plan needs; for `auto`, as many as there are cores."""
     if recipe.plan == AUTO:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    if isinstance(recipe.plan, str) and recipe.plan.endswith(".json"):
+    if isinstance(recipe.plan, str) and is_file(recipe.plan):
         degrees: list[Any] = list(Plan.load(recipe.plan).layers.values())
+    elif isinstance(recipe.plan, str):
+        degrees = [whole_degrees(recipe.plan)]
     else:
-        texts = recipe.plan.values() if isinstance(recipe.plan, dict) else [recipe.plan]
-        degrees = [Degrees.parse(text) for text in texts]
+        degrees = [Degrees.parse(text) for text in recipe.plan.values()]
     return max((one.product for one in degrees), default=1)
 
 

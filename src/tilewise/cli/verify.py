@@ -14,7 +14,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tilewise.auto.plan import AUTO
 from tilewise.cli.crew import Crew
 from tilewise.cli.naming import InputError, build_model, parse_dtype, parse_plan, parse_shape
 from tilewise.comm import Mesh
@@ -24,6 +23,7 @@ from tilewise.graph.lower import plan_program
 from tilewise.graph.parallel import check_names
 from tilewise.layout import Degrees
 from tilewise.ops.draws import Draws
+from tilewise.plan.given import AUTO, whole_degrees
 from tilewise.testing.verify import LOSSES, TOLERANCE, Result, stage_count, verify_in_stages
 
 KINDS = ("output", "input_grad", "param_grad", "buffers", "loss")
@@ -77,9 +77,10 @@ def _dry_run(task: tuple[Any, ...], ranks: int) -> None:
     name, arguments, shapes, plan, _, _, dtype, seed = task
     if plan == AUTO:
         return
-    for degrees in plan.values() if isinstance(plan, dict) else [plan]:
-        if isinstance(degrees, str):
-            Degrees.parse(degrees)
+    if isinstance(plan, str):
+        whole_degrees(plan)
+    for degrees in plan.values() if isinstance(plan, dict) else ():
+        Degrees.parse(degrees)
     model = build_model(name, arguments, _dtype(dtype), seed)
     inputs = [torch.empty(shape, dtype=_dtype(dtype), device="meta") for shape in shapes]
     graph = capture(model, tuple(inputs))

@@ -25,6 +25,7 @@ from tilewise.graph.shapes import Shape, batch_of, tensors_in, with_batch, with_
 from tilewise.layout import Cover, Layout
 from tilewise.ops.draws import Draws
 from tilewise.plan import Plan
+from tilewise.plan.given import is_file, whole_degrees
 
 PlanLike = str | Mapping[str, str] | Plan | Path
 
@@ -33,10 +34,10 @@ def as_plan(graph: Graph, plan: PlanLike) -> Plan:
     """Read degrees for all layers, degrees by layer pattern, or a plan file."""
     if isinstance(plan, Plan):
         return plan
-    if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json")):
+    if isinstance(plan, Path) or (isinstance(plan, str) and is_file(plan)):
         return Plan.load(plan)
     if isinstance(plan, str):
-        return Plan.uniform(graph, plan)
+        return Plan.uniform(graph, whole_degrees(plan))
     return Plan.of(graph, plan)
 
 

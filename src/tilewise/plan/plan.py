@@ -37,6 +37,11 @@ class Layer:
     parameters: int = 0
     flops: int = 0
 
+    def word(self, letter: str) -> str:
+        """Return what a letter cuts; channels and filters of a grouped convolution: its groups."""
+        grouped = letter in "cf" and "cf" in self.extents and self.kind.startswith("conv")
+        return "groups" if grouped else WORDS[letter]
+
 
 class Layers(Protocol):
     """A captured graph, as far as a plan looks at it."""
@@ -214,7 +219,7 @@ def _fit(layer: Layer, wanted: Degrees) -> tuple[Degrees, list[str]]:
         if fits != size and name in layer.extents:
             notes.append(
                 f"{layer.name}: {name}{size} reduced to {name}{fits}, the extent of "
-                f"{WORDS[name]} is {extent}"
+                f"{layer.word(name)} is {extent}"
             )
     return Degrees(**fitted), notes
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tilewise.layout import Degrees
 from tilewise.planner.candidates import LETTERS, all_degrees
 from tilewise.planner.distinct import distinct_rows
 from tilewise.planner.formulation import Formulation
@@ -50,6 +51,22 @@ def baselines(found: Formulation, cap: int) -> dict[str, tuple[Choice, Cost]]:
         rows["owt"][:, linear] = _fitted(found, by_filter)[:, linear]
     bests = {name: _best(found, rows[name], cap) for name in NAMES if name in rows}
     return {name: best for name, best in bests.items() if best is not None}
+
+
+def shared_degrees(found: Formulation, choice: Choice) -> Degrees | None:
+    """Return the degrees that all layers have as far as they can use them, if there are such.
+
+    Layers with one candidate only, which may be pinned, have that one.
+    """
+    rows = [
+        (some.table[index], "cf" in some.layer.extents)
+        for some, index in zip(found.choices.candidates, choice, strict=True)
+        if (some.table != some.table[0]).any()
+    ]
+    # where only the product of c and f counts, all of it stands under c
+    plain = [row for row, joint in rows if not joint] or [row for row, _ in rows]
+    wanted = Degrees(*map(int, np.max(plain, axis=0))) if plain else Degrees()
+    return wanted if found.nearest(wanted) == choice else None
 
 
 def _best(found: Formulation, choices: Ints, cap: int) -> tuple[Choice, Cost] | None:

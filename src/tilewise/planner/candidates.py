@@ -173,19 +173,19 @@ def _why_not(layer: Layer, degrees: Degrees, devices: int) -> tuple[str, str] | 
     if found is not None:
         return found
     for letter, size in degrees.items():
-        word, extent = WORDS[letter], _extent(layer, letter)
+        word, extent = layer.word(letter), _extent(layer, letter)
         if size > extent:
             reason = f"{letter}{size} cuts {layer.extents[letter]} {word} into empty parts"
             return reason, f"{letter} is at most {extent}, the layer's {word}"
-    return _joint_why_not(layer.extents["cf"], degrees) if "cf" in layer.extents else None
+    return _joint_why_not(layer, degrees) if "cf" in layer.extents else None
 
 
-def _joint_why_not(channels: int, degrees: Degrees) -> tuple[str, str] | None:
+def _joint_why_not(layer: Layer, degrees: Degrees) -> tuple[str, str] | None:
     """Return why a layer whose channels are cut into c·f parts is not split in a way."""
-    c, f = degrees.c, degrees.f
-    if c * f > channels:
-        reason = f"c{c} f{f} cut {channels} channels into empty parts"
-        return reason, f"c times f is at most {channels}, the layer's channels"
+    c, f, room, word = degrees.c, degrees.f, layer.extents["cf"], layer.word("c")
+    if c * f > room:
+        reason = f"c{c} f{f} cut {room} {word} into empty parts"
+        return reason, f"c times f is at most {room}, the layer's {word}"
     if f > 1:
         counts = "only the product of c and f counts"
         return f"the same as c{c * f}: {counts}", f"the same with c alone: {counts}"

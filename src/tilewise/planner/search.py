@@ -24,7 +24,7 @@ from tilewise.graph.parallel import check_names
 from tilewise.layout import Degrees
 from tilewise.ops.draws import Draws
 from tilewise.plan import Plan
-from tilewise.planner.baselines import NAMES, baselines
+from tilewise.planner.baselines import NAMES, baselines, shared_degrees
 from tilewise.planner.candidates import Dropped
 from tilewise.planner.cost import Setting, WholeStep
 from tilewise.planner.explain import Alternative, alternatives, left_out
@@ -248,6 +248,10 @@ class Found:
         peak = peak_bytes(found, choice)
         return Priced(found.plan(choice), cost, peak, peak <= self.memory_bytes)
 
+    def shared_degrees(self, plan: Plan) -> Degrees | None:
+        """Return the degrees that a plan gives all layers as far as they can use them, if any."""
+        return shared_degrees(self.formulation, self.formulation.choice(plan))
+
     def seconds(self, plan: Plan) -> float:
         """Return the seconds of a step under another plan."""
         return evaluate(self.formulation.problem, self.formulation.choice(plan)).seconds
@@ -308,14 +312,16 @@ class Found:
             "devices": self.devices,
             "machine": self.machine.name,
             "layers": [row.as_dict() for row in self.rows],
-            "baselines": {
-                name: {
-                    "step_seconds": one.step_seconds,
-                    "peak_bytes": one.peak_bytes,
-                    "fits": one.fits,
-                }
-                for name, one in self.baselines.items()
-            },
+            "baselines": {name: self._baseline(one) for name, one in self.baselines.items()},
+        }
+
+    def _baseline(self, one: Priced) -> dict[str, Any]:
+        degrees = self.shared_degrees(one.plan)
+        return {
+            "step_seconds": one.step_seconds,
+            "peak_bytes": one.peak_bytes,
+            "fits": one.fits,
+            "degrees": None if degrees is None else str(degrees),
         }
 
 

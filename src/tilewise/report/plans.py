@@ -61,7 +61,8 @@ def _view(
         raise ReportError(f"report: the plan {source.path} has no layers")
     _link(layers)
     reads = {layer["name"]: layer["reads"] for layer in layers}
-    explained = data.get("explain")
+    explained = data.get("explain") or []
+    explained = explained if isinstance(explained, list) else [explained]
     return {
         "label": label,
         "origin": source.kind,
@@ -69,7 +70,7 @@ def _view(
         "known": {"graph": bool(calls), "costs": "compute_s" in layers[0]},
         "drawings": {"all": _drawn(reads), "folded": _drawn(_folded(layers))},
         "into": _owners(layers),
-        "explain": {explained["layer"]: explained["alternatives"]} if explained else {},
+        "explain": {one["layer"]: one["alternatives"] for one in explained},
         "splits": Counter(layer["degrees"] for layer in layers).most_common(),
         **{key: data[key] for key in SHARED if data.get(key) is not None},
     }

@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from tilewise.auto.plan import AUTO, unmeasured
+from tilewise.auto.plan import unmeasured
 from tilewise.data import Source
 from tilewise.errors import RecipeError
 from tilewise.graph import as_plan, capture
@@ -18,6 +18,7 @@ from tilewise.graph.steps import output_layouts
 from tilewise.host import memory_bytes
 from tilewise.ops.draws import Draws
 from tilewise.plan import Plan
+from tilewise.plan.given import AUTO
 from tilewise.planner.cost import Setting
 from tilewise.planner.formulate import formulate_plan
 from tilewise.planner.machine import load_machine

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tilewise import data
-from tilewise.auto.plan import AUTO, read_plan
+from tilewise.auto.plan import read_plan
 from tilewise.comm import Mesh
 from tilewise.errors import RecipeError
 from tilewise.graph import ParallelModel, capture
 from tilewise.graph.captured import Graph
 from tilewise.models.find import find_model
 from tilewise.plan import Plan
+from tilewise.plan.given import AUTO
 from tilewise.train.inputs import Sets, examples, make_loader, open_sets
 from tilewise.train.losses import loss_function, loss_sums
 from tilewise.train.metrics import MeanLoss, Metric, make_metric

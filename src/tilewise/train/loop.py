@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tilewise.auto.plan import AUTO
 from tilewise.comm import Mesh
 from tilewise.data import Batch, Loader
 from tilewise.errors import TilewiseError, TrainingError
+from tilewise.plan.given import AUTO
 from tilewise.train.blame import drifted
 from tilewise.train.checkpoint import Checkpoints
 from tilewise.train.evaluate import evaluate

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tilewise import data
 from tilewise.auto import read_plan
-from tilewise.auto.plan import AUTO
 from tilewise.comm import Mesh
 from tilewise.data.output import create_output, open_output
 from tilewise.errors import RecipeError
@@ -21,6 +20,7 @@ from tilewise.graph import Graph, ParallelModel, capture
 from tilewise.layout import Degrees, Layout
 from tilewise.ops.loss import class_indices
 from tilewise.plan import Plan
+from tilewise.plan.given import AUTO
 from tilewise.train.checkpoint import Checkpoints
 from tilewise.train.inputs import transforms
 from tilewise.train.job import build_model
