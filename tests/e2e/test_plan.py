@@ -275,6 +275,18 @@ def test_bad_input_is_one_line(
     assert said.count("\n") == 1
 
 
+def test_what_the_smallest_plan_needs_is_told_to_machines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["--devices", "2", "--machine", "lassen", "--memory", "1KB", "--json"]
+    assert finish(shlex.join(["tilewise", "plan", *SMALL, *where]), monkeypatch) == 1
+    said = capsys.readouterr()
+    told = json.loads(said.out)
+    assert told["error"] in said.err
+    assert told["memory_bytes"] == 1000 < told["least_bytes_proven"] <= told["least_bytes"]
+    assert sum(one["bytes"] for one in told["holders"]) <= told["least_bytes"]
+
+
 def test_local_says_which_measurements_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 from collections.abc import Callable
 from functools import cache
@@ -47,6 +48,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "norms": (lambda: norms(), (4, 4, 32, 32)),
     "wide": (lambda: nn.Conv2d(1, 8, 3, padding=1), (4, 1, 64, 64)),
     "features": (lambda: features(), (4, 4, 32, 32)),
+    "idle": (lambda: Idle(), (4, 4, 32, 32)),
 }
 SPLITS = {
     "alexnet": ("1", "n2", "h2", "c2"),
@@ -57,6 +59,7 @@ SPLITS = {
     "densenet": ("1",),
     "norms": (),
     "features": (),
+    "idle": ("1", "h2"),
 }
 CASES = [(name, degrees) for name in NETS for degrees in SPLITS.get(name, ("1", "n2", "h2", "c2"))]
 REGRESSIONS = ("cosmoflow", "mlperf", "mesh1k", "mesh2k", "wide")
@@ -75,6 +78,20 @@ def features() -> nn.Module:
     """A network without a loss whose results are much of what a step holds."""
     first, second = nn.Conv2d(4, 16, 3, padding=1), nn.Conv2d(16, 8, 3, padding=1)
     return nn.Sequential(first, nn.ReLU(), second)
+
+
+class Idle(nn.Sequential):
+    """Most of its parameters and buffers are of a head that no pass uses."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(4, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 3, padding=1))
+        self.head = nn.Linear(256, 256)
+        self.tied = self.head
+        self.register_buffer("table", torch.zeros(1 << 14))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self[2](self[1](self[0](x)))
+        return out
 
 
 @cache
@@ -177,6 +194,14 @@ def test_all_that_is_handed_in_is_counted(name: str, degrees: str) -> None:
     planned = plan_program(graph.training, plan, ranks=devices, rank=0, draws=Draws(0))
     shapes = {value: planned.layouts[value].local_shape(0) for value in graph.training.inputs}
     assert given == sum(prod(shape) * v.dtype.itemsize for v, shape in shapes.items())
+
+
+def test_what_no_pass_reads_is_held_once() -> None:
+    """A graph that came from another process knows of it too."""
+    graph = graph_of("idle")
+    assert graph.idle_bytes == 4 * (256 * 256 + 256 + (1 << 14))
+    assert pickle.loads(pickle.dumps(graph)).idle_bytes == graph.idle_bytes
+    assert graph_of("vgg").idle_bytes == 0
 
 
 @pytest.mark.parametrize("degrees", ["c2 f2", "f4", "c4", "n2 f2"])

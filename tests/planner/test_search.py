@@ -177,6 +177,7 @@ def test_the_frontier_agrees_with_limited_searches(found: Found) -> None:
         {one.step_seconds for one in points}, reverse=True
     )
     assert points[-1].step_seconds == pytest.approx(found.free.seconds)
+    assert all(one.optimal for one in points)
     for point in points[1:-1]:
         limited = search(
             graph_of("joined"), devices=4, machine=found.machine, memory=point.peak_bytes

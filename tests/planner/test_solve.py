@@ -290,3 +290,28 @@ def test_no_part_of_the_solver_works_on_after_the_deadline(monkeypatch: pytest.M
         assert one.closed or over <= 2
         ended[one.closed] += 1
     assert min(ended.values()) > 5
+
+
+def test_nothing_that_takes_no_time_hangs() -> None:
+    """Bytes above the cap cost time even where all else costs none."""
+    only = Problem((Variable.of("only", [0.0], held=[5]),))
+    with pytest.raises(InfeasibleError, match="is too small: the smallest plan needs 5 B"):
+        solve(only, 4, time_limit=5.0)
+    either = Problem((Variable.of("either", [0.0, 1.0], held=[7, 5]),))
+    assert descend.Descent(either, 5)([0]) == [1]
+    assert solve(either, 5, time_limit=5.0).choice == (1,)
+
+
+def test_a_tensor_may_have_very_many_readers() -> None:
+    """More than an array may have axes."""
+    count = 70
+    variables = [
+        Variable.of(f"v{k}", [1.0] if k else [1.0, 2.0], held=[0] * (1 if k else 2))
+        for k in range(count + 1)
+    ]
+    consumers = tuple(Consumer(k, np.zeros(1, np.int64)) for k in range(1, count + 1))
+    moves = table_cost(np.array([[[6], [1]], [[0], [0]], [[0], [0]]]))
+    tensor = Transfer("x", 0, np.arange(2), consumers, moves)
+    for cap in (None, 1 << 20):
+        found = solve(Problem(tuple(variables), (tensor,)), cap, time_limit=20.0)
+        assert (found.choice[0], found.optimal) == (1, True)

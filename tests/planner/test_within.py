@@ -24,7 +24,7 @@ from tilewise.planner.machine import load_machine
 from tilewise.planner.moment import Sums
 from tilewise.planner.solve import InfeasibleError, evaluate, solve
 from tilewise.planner.solve.restrict import mean
-from tilewise.planner.timeline import PHASES, Moment, moments, peak_bytes
+from tilewise.planner.timeline import PHASES, Moment, Moments, moments, peak_bytes
 from tilewise.planner.within import Within, least_peak
 
 
@@ -278,3 +278,16 @@ def test_usual_plans_are_judged_by_their_peak() -> None:
         choice, cost = baselines(found, limit)["uniform"]
         assert peak_bytes(found, choice) <= limit
         assert cost.seconds == min(seconds for seconds, peak in prices if peak <= limit)
+
+
+def test_moments_above_a_limit_are_the_peaks_of_each_phase() -> None:
+    held = Moments(
+        ("a", "b", "c", "d"),
+        np.array([5.0, 3.0, 4.0, 4.0]),
+        np.array([1.0, 9.0, 2.0, 8.0]),
+        np.array([2.0, 2.0, 2.0, 2.0]),
+    )
+    told = [(one.phase, one.call) for one in held.above(3)]
+    assert told == [("backward", 1), ("backward", 3), ("forward", 0), ("forward", 3)]
+    assert held.above(3)[0] == held.fullest
+    assert held.above(9) == []

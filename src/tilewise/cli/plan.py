@@ -22,7 +22,7 @@ from tilewise.cli.naming import (
     parse_loss,
     parse_shape,
 )
-from tilewise.cli.plan_extras import extras, plain
+from tilewise.cli.plan_extras import check_layers, extras, plain
 from tilewise.cli.plan_others import (
     show_alternatives,
     show_comparison,
@@ -101,6 +101,7 @@ def plan(
     graph = capture(found_model, inputs, criterion)
     if other is not None:
         _check_other(graph, other, devices)
+    check_layers(graph, explain or ())
     console = Console(stderr=True)
     try:
         with console.status(f"planning {model} for {devices} devices"):
@@ -120,6 +121,8 @@ def plan(
             )
     except InfeasibleError as error:
         print(f"tilewise: {error}", file=sys.stderr)
+        if json_:
+            print(json.dumps({"error": str(error)} | error.as_dict()))
         sys.exit(1)
     told = found.as_dict() | plain(extra)
     if kept is not None:

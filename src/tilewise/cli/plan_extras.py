@@ -8,7 +8,8 @@ from math import isfinite
 from typing import Any
 
 from tilewise.cli.naming import InputError
-from tilewise.errors import PlanError
+from tilewise.errors import PlanError, meant
+from tilewise.graph.captured import Graph
 from tilewise.plan import Plan
 from tilewise.planner.candidates import Dropped
 from tilewise.planner.explain import Alternative, variable_of
@@ -40,6 +41,16 @@ def extras(
     return extra
 
 
+def check_layers(graph: Graph, names: Iterable[str]) -> None:
+    """Refuse names of layers to explain that there are none of, before any time goes by."""
+    known = [layer.name for layer in graph.layers]
+    for name in names:
+        if name not in known:
+            raise InputError(
+                f"--explain: there is no layer {name!r}; {meant(name, known)}".rstrip("; ")
+            )
+
+
 def _explained(found: Found, layer: str) -> Explained:
     ways = found.explain(layer)
     return layer, ways, found.left_out(layer, ways)
@@ -50,7 +61,11 @@ def plain(extra: dict[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     if "frontier" in extra:
         out["frontier"] = [
-            {"step_seconds": one.step_seconds, "peak_bytes": one.peak_bytes}
+            {
+                "step_seconds": one.step_seconds,
+                "peak_bytes": one.peak_bytes,
+                "optimal": one.optimal,
+            }
             for one in extra["frontier"]
         ]
     if "explain" in extra:

@@ -68,10 +68,12 @@ def show_frontier(points: Sequence[Priced], console: Console) -> None:
     table = Table(title="time against memory")
     table.add_column("memory", justify="right")
     table.add_column("step (ms)", justify="right")
+    table.add_column("")
     fastest = min(1e3 * one.step_seconds for one in points)
     digits = max(3 - floor(log10(fastest)), 0)
     for peak, one in zip(all_enough([one.peak_bytes for one in points]), points, strict=True):
-        table.add_row(peak, f"{1e3 * one.step_seconds:.{digits}f}")
+        proven = "proven best" if one.optimal else "best found"
+        table.add_row(peak, f"{1e3 * one.step_seconds:.{digits}f}", proven)
     console.print(table)
 
 
@@ -97,7 +99,7 @@ def show_alternatives(
         table.add_row(
             way(one.degrees, one.recompute) + " *" * one.chosen,
             bound + milliseconds(seconds),
-            f"{seconds / found.step_seconds - 1:+.1%}",
+            f"{round(seconds / found.step_seconds - 1, 3) + 0.0:+.1%}",
             *(milliseconds(getattr(one, f"{kind}_s")) for kind in KINDS),
             size(one.held_bytes),
             one.decides,

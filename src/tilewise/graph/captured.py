@@ -56,13 +56,28 @@ class Graph:
             "inputs": tree_map(_meta, self.inputs),
             "targets": tree_map(_meta, self.targets),
         }
-        return self.__dict__ | traced | examples | {"modules": self.modules, "tracer": None}
+        known = {"modules": self.modules, "idle_bytes": self.idle_bytes, "tracer": None}
+        return self.__dict__ | traced | examples | known
 
     @cached_property
     def modules(self) -> tuple[str, ...]:
         """The paths of all modules."""
         assert self.tracer is not None
         return tuple(path for path, _ in self.tracer.template.named_modules())
+
+    @cached_property
+    def idle_bytes(self) -> int:
+        """Bytes of parameters and buffers that training does not read, which every rank holds."""
+        assert self.tracer is not None
+        template = self.tracer.template
+        aliases: dict[Tensor, list[str]] = {}
+        for named in (template.named_parameters, template.named_buffers):
+            for name, tensor in named(remove_duplicate=False):
+                aliases.setdefault(tensor, []).append(name)
+        values = (value for node in self.training.nodes for value in node.values())
+        read = {str(value.source) for value in values if value.held}
+        idle = (tensor for tensor, names in aliases.items() if read.isdisjoint(names))
+        return sum(tensor.numel() * tensor.element_size() for tensor in idle)
 
     def modes(self, training: bool) -> dict[str, bool]:
         """Return the mode of every module after `train()` or `eval()`."""

@@ -83,7 +83,8 @@ def alternatives(
     members = [cost for name, cost in found.costs.items() if found.choices.owner[name] == variable]
     some = found.choices.candidates[variable]
     out = []
-    for index in np.argsort(prices.seconds, kind="stable").tolist():
+    others = np.arange(len(prices.seconds)) != choice[variable]
+    for index in np.lexsort((others, prices.seconds)).tolist():
         costs = [cost.take(np.array([index])) for cost in members]
         out.append(
             Alternative(

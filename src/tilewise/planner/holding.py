@@ -30,6 +30,7 @@ def hold(walk: Walk) -> None:
         if value not in walk.places and value not in walk.given:
             whole = prod(value.shape) * walk.setting.size(value)
             walk.found.costs[first].given_bytes += whole
+    walk.found.costs[first].given_bytes += walk.found.graph.idle_bytes
     gone: dict[Value, Bools] = {}
     for value, place in walk.places.items():
         readers = walk.found.readers.get(value, [])

@@ -58,12 +58,16 @@ LOOK, LONGEST_LOOK = 0.05, 2.0
 
 @dataclass(frozen=True)
 class Priced:
-    """A plan with what it costs, and whether it fits in memory."""
+    """A plan with what it costs, and whether it fits in memory.
+
+    On a frontier `optimal` is whether no plan that needs as little memory is proven to be faster.
+    """
 
     plan: Plan
     cost: Cost
     peak_bytes: int
     fits: bool
+    optimal: bool = False
 
     @property
     def step_seconds(self) -> float:
@@ -272,9 +276,13 @@ class Found:
         """Return plans from the least memory to the fastest, each faster than the one before."""
         if points < 2:
             raise PlanError(f"plan: points (={points}) of a frontier must be at least 2")
+        found = frontier(
+            self.formulation, self.free, self.solution, points, time_limit=self.time_limit
+        )
         problem = self.formulation.problem
-        found = frontier(self.formulation, self.free, points, time_limit=self.time_limit)
-        return undominated([self._priced(c, evaluate(problem, c)) for c in found])
+        priced = (self._priced(one.choice, evaluate(problem, one.choice)) for one in found)
+        pairs = zip(priced, found, strict=True)
+        return undominated([replace(one, optimal=plan.optimal) for one, plan in pairs])
 
     def sensitivity(self) -> list[Tried]:
         """Return what the plan loses where one of the machine's rates is 10 % off."""

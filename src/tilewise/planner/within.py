@@ -82,7 +82,8 @@ class Limited:
         """
         solution, chosen = self.solution, self.solution.choice[variable]
         none = self.sums.least[variable] >= self.limit + 1.01  # peaks are whole bytes
-        seconds = np.where(none, inf, prices.seconds)
+        # nothing is faster than what is proven of all plans
+        seconds = np.where(none, inf, np.maximum(prices.seconds, self.solution.bound))
         alone, held = np.full(len(seconds), inf), prices.alone_bytes.copy()
         found = alone.copy()
         for index in which:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -70,6 +71,15 @@ class InfeasibleError(PlanError):
         super().__init__(
             f"plan: memory (={enough(cap)}) {why}; most is held by {names}; use {way_out}"
         )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what is known as plain values, for JSON."""
+        return {
+            "memory_bytes": self.cap,
+            "least_bytes": self.least.peak_bytes,
+            "least_bytes_proven": self.least.bound,
+            "holders": [{"layer": name, "bytes": held} for name, held in self.holders if held],
+        }
 
 
 def least_memory(
