@@ -46,9 +46,8 @@ def check_layers(graph: Graph, names: Iterable[str]) -> None:
     known = [layer.name for layer in graph.layers]
     for name in names:
         if name not in known:
-            raise InputError(
-                f"--explain: there is no layer {name!r}; {meant(name, known)}".rstrip("; ")
-            )
+            guess, listed = meant(name, known), ", ".join(known)
+            raise InputError(f"--explain: there is no layer {name!r}; {guess}layers: {listed}")
 
 
 def _explained(found: Found, layer: str) -> Explained:
