@@ -23,10 +23,10 @@ NETWORKS = {
     "resnet50": (models.resnet50, (3, 224, 224), 1),
     "inception_v3": (models.inception_v3, (3, 299, 299), 1),
     "densenet121": (models.densenet121, (3, 224, 224), 1),
-    "unet3d": (models.unet3d, (1, 256, 256, 256), 16),
+    "unet3d": (models.unet3d, (1, 128, 128, 128), 64),
 }
 SAMPLES = {16: 256, 256: 256, 2048: 2048}
-"""Of pictures; of volumes a sixteenth."""
+"""Of pictures; of volumes a sixty-fourth."""
 
 
 def main() -> None:
