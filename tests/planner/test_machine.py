@@ -9,7 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tilewise.planner.machine import Machine, MachineError, load_machine, preset_names
+from tilewise.planner.machine import (
+    Machine,
+    MachineError,
+    load_machine,
+    local_path,
+    preset_names,
+)
 from tilewise.planner.price import link_s, sum_s
 
 
@@ -83,6 +89,18 @@ def test_what_is_no_json_and_no_machine(tmp_path: Path) -> None:
         load_machine("laptop")
     with pytest.raises(MachineError, match="no rates for int8"):
         load_machine("lassen").rates("int8")
+
+
+def test_rates_that_nothing_has_are_not_taken_for_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
+    link = load_machine("lassen").node.model_copy(update={"bandwidth_bytes_per_s": 1e30})
+    free = load_machine("lassen").model_copy(update={"node": link})
+    local_path(2).write_text(free.to_json())
+    with pytest.raises(MachineError, match="too busy to be measured; run tilewise calibrate"):
+        load_machine("local", devices=2)
+    assert load_machine(local_path(2)) == free  # one may try what a free link would be worth
 
 
 def test_links_and_sums_follow_their_formulas() -> None:
