@@ -32,6 +32,16 @@ def test_sums_are_so_many_times_as_fast(capsys: pytest.CaptureFixture[str]) -> N
     assert "12.98 times that bandwidth" in " ".join(capsys.readouterr().out.split())
 
 
+def test_each_kind_has_its_own_best_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    errors = dict.fromkeys(("conv3d", "conv2d", "linear"), 0.1)
+    update = {"name": "machine", "fit_errors": errors}
+    _show(load_machine("lassen").model_copy(update=update))
+    said = " ".join(capsys.readouterr().out.split())
+    for kind, rate in (("conv3d", 7850), ("conv2d", 12560), ("linear", 12560)):
+        assert f"{kind} │ {rate} GFLOP/s at best" in said
+    assert "machine machine" not in said
+
+
 @pytest.mark.parametrize("json", [False, True])
 def test_comm_warns_beside_what_it_prints(json: bool, capsys: pytest.CaptureFixture[str]) -> None:
     errors = dict.fromkeys(PRIMITIVES, 0.05) | {"sum": 0.6}

@@ -67,18 +67,20 @@ def calibrate(
 
 def _show(machine: Machine) -> None:
     compute = machine.compute["float32"]
-    table = Table(title=f"machine {machine.name}")
+    table = Table(title=f"rates of {machine.name}")
     table.add_column("measured")
     table.add_column("found", justify="right")
     table.add_column("typical error of the fit", justify="right")
-    gigaflops = f"{compute.peak_flops_per_s / 1e9:.0f} GFLOP/s at best"
+    peak = compute.peak_flops_per_s / 1e9
     memory = f"{machine.memory_bandwidth_bytes_per_s / 1e9:.1f} GB/s"
     rate = machine.node.bandwidth_bytes_per_s / 1e9
     link = f"{1e6 * machine.node.latency_s:.0f} µs, {rate:.2f} GB/s"
     sums = f"{machine.all_reduce.efficiency:.2f} times that bandwidth"
-    said = {"memory": memory, "messages": link, "sums": sums}
+    kinds = compute.kinds.items()
+    said = {name: f"{peak * kind.best:.0f} GFLOP/s at best" for name, kind in kinds}
+    said |= {"memory": memory, "messages": link, "sums": sums}
     for name, error in machine.fit_errors.items():
-        table.add_row(name, said.get(name, gigaflops), f"{error:.0%}")
+        table.add_row(name, said[name], f"{error:.0%}")
     for name, rates in machine.compute.items():
         if name != "float32":
             share = rates.peak_flops_per_s / compute.peak_flops_per_s
