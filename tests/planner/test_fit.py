@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,8 +24,10 @@ from tilewise.auto.calibrate import (
     _timed_together,
     fullest_host,
     machine_of,
+    resident,
 )
 from tilewise.cli.fits import warn_of_fits
+from tilewise.host import resident_bytes
 from tilewise.planner.fit import FAILED, Timed, curve_error, fit_all_reduce, fit_line, fit_link
 from tilewise.planner.machine import Link, Machine
 from tilewise.planner.price import sum_s
@@ -193,6 +196,36 @@ def test_the_error_of_a_curve_is_that_of_points_between() -> None:
     sizes = [1.0, 10.0, 100.0, 1000.0]
     assert curve_error(sizes, [1.0, 2.0, 3.0, 4.0]) == pytest.approx(0.0)
     assert curve_error(sizes, [1.0, 4.0, 3.0, 4.0]) == pytest.approx((0.5 + 1 / 3) / 2)
+
+
+def test_what_ranks_hold_themselves_is_reserved() -> None:
+    found = measured()
+    found.resident_bytes = 300 << 20
+    with mock.patch("tilewise.auto.calibrate.memory_bytes", return_value=16 << 30):
+        machine = machine_of(found, 4)
+        found.resident_bytes = 3 << 30
+        full = machine_of(found, 4)
+    assert (machine.memory_bytes, machine.reserved_bytes) == (4 << 30, 300 << 20)
+    assert "held" in machine.sources["reserved_bytes"]
+    assert full.reserved_bytes == 1 << 30
+
+
+def holding(mesh: Mesh) -> tuple[int, int]:
+    """Return what ranks hold, and again with 64 MiB more on one of them."""
+    before = resident(mesh)
+    more = np.ones(8 << 20) if mesh.rank == 1 else None
+    after = resident(mesh)
+    del more
+    return before, after
+
+
+def test_the_fullest_rank_tells_what_is_held() -> None:
+    found = ranks(2, holding)
+    assert found[0] == found[1]
+    before, after = found[0]
+    assert 10 << 20 < before < after
+    with mock.patch("tilewise.host.STATM", Path("/nowhere")):
+        assert resident_bytes() > 10 << 20
 
 
 def test_memory_is_shared_by_the_ranks_of_a_host() -> None:

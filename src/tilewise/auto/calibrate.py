@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tilewise.auto.tell import slowest
 from tilewise.comm import Exchange, Mesh
+from tilewise.host import memory_bytes, resident_bytes
 from tilewise.layout import Axis, Layout
 from tilewise.ops.kept import machine_name, own_version
 from tilewise.planner.fit import (
@@ -44,6 +46,12 @@ CONDITIONS = "conditions"
 SECONDS = 0.25
 ROUNDS = 5
 TRIES = 4
+MOST_RESERVED = 4  # a script may hold much that others do not
+HELD = (
+    "what a rank held before anything was measured, a quarter of its memory at most: Python, "
+    "torch, buffers of the backend, and in a script what that has; what the system and other "
+    "programs hold is not known"
+)
 MESSAGES = (1_000, 10_000, 100_000, 1_000_000, 4_000_000)
 PARTS = 10
 ARRAYS = (10_000, 100_000, 1_000_000, 10_000_000, 64_000_000)
@@ -118,7 +126,8 @@ TYPICAL = [
 class Measured:
     """What was measured so far.
 
-    `touch_s` is a bare call on next to nothing, `call_s` that of a layer that records its
+    `resident_bytes` is what a rank holds before anything is measured, torch and its buffers among
+    it. `touch_s` is a bare call on next to nothing, `call_s` that of a layer that records its
     backward. `hidden` is the share of a sum that passes behind arithmetic. `by_type` has the same
     layers in each dtype.
     """
@@ -133,6 +142,7 @@ class Measured:
     messages: list[float] = field(default_factory=list)
     sums: list[float] = field(default_factory=list)
     hidden: float = 0.0
+    resident_bytes: int = 0
 
 
 Found = TypeVar("Found")
@@ -144,6 +154,7 @@ def calibrate(found: Measured, run: Run) -> Iterator[tuple[str, int]]:
     """Measure in steps into `found`; yields what comes next, and how many steps there are."""
     steps = 5 + 2 * len(BY_FLOPS)
     yield "memory", steps
+    found.resident_bytes = run(resident)
     found.touch_s, found.arrays = run(time_arrays, ARRAYS)
     found.call_s = run(time_layers, [TINY])[0].forward_s
     for kind in BY_FLOPS:
@@ -191,7 +202,7 @@ def machine_of(
     errors |= {"memory": memory_error, "messages": link_error, "sums": sums_error}
     spread = f"0×{ranks}" if spread is None else spread
     crowd = fullest_host(spread)
-    pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    device_bytes = memory_bytes() // crowd
     how = (
         f"measured by tilewise calibrate on {ranks} ranks of {platform.node()} "
         f"({machine_name()}, {os.cpu_count()} cores), torch {torch.__version__}"
@@ -201,13 +212,15 @@ def machine_of(
         sources={
             "all rates": how,
             CONDITIONS: conditions(spread),
-            "memory_bytes": "physical memory, shared by the ranks of a host",
+            "memory_bytes": "memory of a host, or of the container, shared by its ranks",
+            "reserved_bytes": HELD,
             "workspace_channel_block": "oneDNN computes convolutions on blocks of 16 channels",
             "overlap_halo": "an exchange is finished before the layer computes",
         },
         workspace_channel_block=16,
         devices_per_node=crowd,
-        memory_bytes=pages * page // crowd,
+        memory_bytes=device_bytes,
+        reserved_bytes=min(found.resident_bytes, device_bytes // MOST_RESERVED),
         memory_bandwidth_bytes_per_s=memory,
         memory_by_bytes=by_bytes,
         call_s=call_s,
@@ -259,6 +272,11 @@ def typical(times: Sequence[float]) -> float:
 
 
 # -- on the ranks ---------------------------------------------------------------------------------
+
+
+def resident(mesh: Mesh) -> int:
+    """Return the most memory that a rank holds now."""
+    return int(slowest(mesh, [float(resident_bytes())])[0])
 
 
 def time_layers(mesh: Mesh, cases: Sequence[Case]) -> list[Timed]:
