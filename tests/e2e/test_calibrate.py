@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from unittest import mock
 
 import pytest
@@ -33,12 +34,14 @@ def test_sums_are_so_many_times_as_fast(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_each_kind_has_its_own_best_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is that of the layers that are measured: the best of both curves may not meet in one."""
     errors = dict.fromkeys(("conv3d", "conv2d", "linear"), 0.1)
     update = {"name": "machine", "fit_errors": errors}
     _show(load_machine("lassen").model_copy(update=update))
     said = " ".join(capsys.readouterr().out.split())
-    for kind, rate in (("conv3d", 7850), ("conv2d", 12560), ("linear", 12560)):
-        assert f"{kind} │ {rate} GFLOP/s at best" in said
+    rates = [int(re.search(rf"{kind} │ (\d+) GFLOP/s at best", said)[1]) for kind in errors]  # type: ignore[index]
+    assert len(set(rates)) == 3
+    assert max(rates) < 15700 * 0.8
     assert "machine machine" not in said
 
 

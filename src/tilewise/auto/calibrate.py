@@ -82,6 +82,11 @@ class Case:
         taps: int = self.kernel**self.space
         return 2.0 * outputs * self.channels * self.filters * taps
 
+    @property
+    def mean_channels(self) -> float:
+        """The geometric mean of channels and filters."""
+        return sqrt(self.channels * self.filters)
+
 
 BY_FLOPS = {
     "conv2d": [Case("conv2d", 64, 64, extent) for extent in (4, 8, 16, 32, 64, 112)],
@@ -285,8 +290,8 @@ def time_layers(mesh: Mesh, cases: Sequence[Case]) -> list[Timed]:
     found = []
     for case, both in zip(cases, times, strict=True):
         forward, backward = zip(*both, strict=True)
-        channels = sqrt(case.channels * case.filters)
-        found.append(Timed(case.flops, channels, typical(forward), typical(backward)))
+        seconds = typical(forward), typical(backward)
+        found.append(Timed(case.flops, case.mean_channels, *seconds))
     return found
 
 

@@ -98,11 +98,6 @@ class Arithmetic(_Part):
     by_flops: Curve
     by_channels: Curve
 
-    @property
-    def best(self) -> float:
-        """The largest share of the peak that a call can have."""
-        return max(self.by_flops.share) * max(self.by_channels.share)
-
 
 class Compute(_Part):
     """One dtype: peak rate, and what each kind of layer reaches of it.
