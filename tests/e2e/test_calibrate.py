@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from unittest import mock
 
 import pytest
@@ -30,6 +31,18 @@ def test_sums_are_so_many_times_as_fast(capsys: pytest.CaptureFixture[str]) -> N
     errors = {"messages": 0.1, "sums": 0.4}
     _show(machine.model_copy(update={"all_reduce": sums, "fit_errors": errors}))
     assert "12.98 times that bandwidth" in " ".join(capsys.readouterr().out.split())
+
+
+def test_each_kind_has_its_own_best_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is that of the layers that are measured: the best of both curves may not meet in one."""
+    errors = dict.fromkeys(("conv3d", "conv2d", "linear"), 0.1)
+    update = {"name": "machine", "fit_errors": errors}
+    _show(load_machine("lassen").model_copy(update=update))
+    said = " ".join(capsys.readouterr().out.split())
+    rates = [int(re.search(rf"{kind} │ (\d+) GFLOP/s at best", said)[1]) for kind in errors]  # type: ignore[index]
+    assert len(set(rates)) == 3
+    assert max(rates) < 15700 * 0.8
+    assert "machine machine" not in said
 
 
 @pytest.mark.parametrize("json", [False, True])

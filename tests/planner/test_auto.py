@@ -166,6 +166,8 @@ def test_what_is_kept_is_known_by_hosts_and_version() -> None:
     assert not fits_here(machine, "0×2 1×1")
     older = machine.sources | {"conditions": conditions("0×3").replace(tw.__version__, "0.0.0")}
     assert not fits_here(machine.model_copy(update={"sources": older}), "0×3")
+    free = machine.node.model_copy(update={"bandwidth_bytes_per_s": 1e30})
+    assert not fits_here(machine.model_copy(update={"node": free}), "0×3")
 
 
 def test_calibrate_says_on_which_hosts_it_measured(folder: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import astuple, replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -16,6 +16,7 @@ from tilewise.planner.solve import (
     Consumer,
     InfeasibleError,
     LeastMemory,
+    Moves,
     Problem,
     Transfer,
     Variable,
@@ -29,6 +30,7 @@ from tilewise.planner.solve import (
     solver,
 )
 from tilewise.planner.solve.pricing import Pricing
+from tilewise.planner.solve.problem import Ints
 from tilewise.planner.solve.solver import Solver
 from tilewise.planner.solve.together import costs_of
 
@@ -84,19 +86,84 @@ def test_bound_holds_without_time_to_solve() -> None:
             assert found.gap == pytest.approx(gap), seed
 
 
-def test_a_changed_cost_changes_the_answer() -> None:
-    """Making the best choice of one layer dearer by δ costs δ or the way around it, no more."""
+def test_the_objective_is_what_the_problem_says() -> None:
+    """Of each assignment; what is tied apart is refused."""
+    for seed in SEEDS:
+        problem = random_problem(9000 + seed, sums=1 + seed % 3)
+        costs = all_costs(problem)
+        for choice in product(*map(range, problem.choices)):
+            if choice in costs:
+                found = evaluate(problem, choice)
+                assert astuple(found) == astuple(costs[choice]), seed
+                assert found.seconds == costs[choice].seconds, seed
+                assert found.peak_bytes == costs[choice].peak_bytes, seed
+            else:
+                with pytest.raises(ValueError, match="are tied"):
+                    evaluate(problem, choice)
+
+
+def dearer_layer(
+    problem: Problem, choice: tuple[int, ...], part: str, delta: float, which: int
+) -> Problem:
+    """Make what a layer chose dearer by δ."""
+    v = which % len(choice)
+    column = getattr(problem.variables[v], part).copy()
+    column[choice[v]] += delta
+    variables = list(problem.variables)
+    variables[v] = replace(variables[v], **{part: column})
+    return replace(problem, variables=tuple(variables))
+
+
+def dearer_move(
+    problem: Problem, choice: tuple[int, ...], part: str, delta: float, which: int
+) -> Problem:
+    """Make the first move of a tensor, as it was chosen, dearer by δ."""
+    place = which % len(problem.transfers)
+    transfer = problem.transfers[place]
+    first = transfer.consumers[0]
+    source, target = transfer.leaves[choice[transfer.source]], first.wants[choice[first.variable]]
+
+    def cost(sources: Ints, targets: Ints) -> Moves:
+        moves = transfer.cost(sources, targets)
+        here = (sources[:, None] == source) & (targets[None, :] == target)
+        return replace(moves, **{part: getattr(moves, part) + delta * here})
+
+    transfers = list(problem.transfers)
+    transfers[place] = replace(transfer, cost=cost)
+    return replace(problem, transfers=tuple(transfers))
+
+
+@pytest.mark.parametrize("capped", [False, True])
+@pytest.mark.parametrize("part", ["forward", "backward", "sync"])
+def test_a_changed_cost_changes_the_answer(part: str, capped: bool) -> None:
+    """Making what was chosen dearer by δ costs δ at most, or the way around it."""
+    for seed in SEEDS:
+        problem = random_problem(3000 + seed, SYNC[seed % len(SYNC)])
+        cap = some_caps(problem)[1 + seed % 2] if capped else None
+        before = solve(problem, cap)
+        moves = part != "sync" and len(problem.transfers) > 0
+        for change, delta in product((dearer_layer, dearer_move)[: 1 + moves], (0.5, 30.0)):
+            dearer = change(problem, before.choice, part, delta, seed)
+            after = solve(dearer, cap)
+            assert after.seconds == pytest.approx(best_seconds(dearer, cap), rel=1e-8), seed
+            assert -1e-9 <= after.seconds - before.seconds <= delta + 1e-9, seed
+            assert cap is None or after.peak_bytes <= cap, seed
+
+
+@pytest.mark.parametrize("capped", [False, True])
+def test_a_dearer_choice_costs_as_much_or_the_way_around(capped: bool) -> None:
+    """Where nothing hides, it is exactly the less of both."""
     for seed in SEEDS:
         problem = random_problem(3000 + seed, 0.0)
-        before = solve(problem)
-        v = seed % len(problem.variables)
+        cap = some_caps(problem)[1 + seed % 2] if capped else None
+        costs = all_costs(problem).items()
+        fits = {x: c.seconds for x, c in costs if cap is None or c.peak_bytes <= cap}
+        before = solve(problem, cap)
         for delta in (0.5, 30.0):
-            dearer = problem.variables[v].forward.copy()
-            dearer[before.choice[v]] += delta
-            changed = replace(problem.variables[v], forward=dearer)
-            variables = (*problem.variables[:v], changed, *problem.variables[v + 1 :])
-            after = solve(replace(problem, variables=variables))
-            others = [c.seconds for x, c in all_costs(problem).items() if x[v] != before.choice[v]]
+            dearer = dearer_layer(problem, before.choice, "forward", delta, seed)
+            v = seed % len(before.choice)
+            others = [seconds for x, seconds in fits.items() if x[v] != before.choice[v]]
+            after = solve(dearer, cap)
             expected = min([before.seconds + delta, *others])
             assert after.seconds == pytest.approx(expected, rel=1e-8), seed
 

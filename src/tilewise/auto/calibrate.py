@@ -2,7 +2,8 @@
 
 All ranks compute at once, as they do in training, so what they share (cores, memory, caches) is in
 the numbers. Of the calls on rank 0 the time of a fast stretch is taken: others may be using the
-machine, and they only ever make calls slower.
+machine, and they only ever make calls slower. Sizes are measured in turn, in several rounds, so
+that a slow while does not make some of them look slower than others.
 """
 
 from __future__ import annotations
@@ -14,24 +15,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import sqrt
 from statistics import fmean, median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tilewise.auto.tell import slowest
 from tilewise.comm import Exchange, Mesh
+from tilewise.host import memory_bytes, resident_bytes
 from tilewise.layout import Axis, Layout
 from tilewise.ops.kept import machine_name, own_version
 from tilewise.planner.fit import (
     Timed,
     arithmetic_error,
     backward_share,
-    curve_error,
     fit_all_reduce,
     fit_arithmetic,
-    fit_curve,
+    fit_call,
     fit_link,
+    fit_memory,
+    grows,
     peak_of,
 )
 from tilewise.planner.machine import Compute, Machine
@@ -40,6 +44,14 @@ CONDITIONS = "conditions"
 """Under which key of its sources a machine says what its rates depend on."""
 
 SECONDS = 0.25
+ROUNDS = 5
+TRIES = 4
+MOST_RESERVED = 4  # a script may hold much that others do not
+HELD = (
+    "what a rank held before anything was measured, a quarter of its memory at most: Python, "
+    "torch, buffers of the backend, and in a script what that has; what the system and other "
+    "programs hold is not known"
+)
 MESSAGES = (1_000, 10_000, 100_000, 1_000_000, 4_000_000)
 PARTS = 10
 ARRAYS = (10_000, 100_000, 1_000_000, 10_000_000, 64_000_000)
@@ -69,6 +81,11 @@ class Case:
         outputs: int = self.samples * self.extent**self.space
         taps: int = self.kernel**self.space
         return 2.0 * outputs * self.channels * self.filters * taps
+
+    @property
+    def mean_channels(self) -> float:
+        """The geometric mean of channels and filters."""
+        return sqrt(self.channels * self.filters)
 
 
 BY_FLOPS = {
@@ -114,7 +131,8 @@ TYPICAL = [
 class Measured:
     """What was measured so far.
 
-    `touch_s` is a bare call on next to nothing, `call_s` that of a layer that records its
+    `resident_bytes` is what a rank holds before anything is measured, torch and its buffers among
+    it. `touch_s` is a bare call on next to nothing, `call_s` that of a layer that records its
     backward. `hidden` is the share of a sum that passes behind arithmetic. `by_type` has the same
     layers in each dtype.
     """
@@ -129,8 +147,10 @@ class Measured:
     messages: list[float] = field(default_factory=list)
     sums: list[float] = field(default_factory=list)
     hidden: float = 0.0
+    resident_bytes: int = 0
 
 
+Found = TypeVar("Found")
 Run = Callable[..., Any]
 """Calls a function with a mesh and arguments on all ranks, and returns what the first one found."""
 
@@ -139,6 +159,7 @@ def calibrate(found: Measured, run: Run) -> Iterator[tuple[str, int]]:
     """Measure in steps into `found`; yields what comes next, and how many steps there are."""
     steps = 5 + 2 * len(BY_FLOPS)
     yield "memory", steps
+    found.resident_bytes = run(resident)
     found.touch_s, found.arrays = run(time_arrays, ARRAYS)
     found.call_s = run(time_layers, [TINY])[0].forward_s
     for kind in BY_FLOPS:
@@ -163,9 +184,10 @@ def machine_of(
 ) -> Machine:
     """Fit a machine to measurements; `spread` is how `hosts` says the ranks lay, else on one."""
     kinds = [*found.by_flops.values(), *found.by_channels.values()]
-    peak = peak_of(kinds, found.call_s)
+    call_s = fit_call(found.call_s, [one for some in kinds for one in some])
+    peak = peak_of(kinds, call_s)
     arithmetic = {
-        kind: fit_arithmetic(found.by_flops[kind], found.by_channels[kind], peak, found.call_s)
+        kind: fit_arithmetic(found.by_flops[kind], found.by_channels[kind], peak, call_s)
         for kind in found.by_flops
     }
     arithmetic["default"] = arithmetic["conv2d"]
@@ -178,16 +200,14 @@ def machine_of(
     link, link_error = fit_link(MESSAGES, found.messages)
     link = link.model_copy(update={"concurrent_messages": max(ranks - 1, 1)})
     sums, sums_error = fit_all_reduce(link, ranks, MESSAGES, found.sums)
-    busy = [max(t - found.touch_s, 0.1 * t) for t in found.arrays]
-    rates = [size / t for size, t in zip(ARRAYS, busy, strict=True)]
+    memory, by_bytes, memory_error = fit_memory(found.touch_s, ARRAYS, found.arrays)
     errors = {
-        kind: arithmetic_error(compute, kind, found.checks[kind], found.call_s)
-        for kind in found.checks
+        kind: arithmetic_error(compute, kind, found.checks[kind], call_s) for kind in found.checks
     }
-    errors |= {"memory": curve_error(ARRAYS, rates), "messages": link_error, "sums": sums_error}
+    errors |= {"memory": memory_error, "messages": link_error, "sums": sums_error}
     spread = f"0×{ranks}" if spread is None else spread
     crowd = fullest_host(spread)
-    pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    device_bytes = memory_bytes() // crowd
     how = (
         f"measured by tilewise calibrate on {ranks} ranks of {platform.node()} "
         f"({machine_name()}, {os.cpu_count()} cores), torch {torch.__version__}"
@@ -197,16 +217,18 @@ def machine_of(
         sources={
             "all rates": how,
             CONDITIONS: conditions(spread),
-            "memory_bytes": "physical memory, shared by the ranks of a host",
+            "memory_bytes": "memory of a host, or of the container, shared by its ranks",
+            "reserved_bytes": HELD,
             "workspace_channel_block": "oneDNN computes convolutions on blocks of 16 channels",
             "overlap_halo": "an exchange is finished before the layer computes",
         },
         workspace_channel_block=16,
         devices_per_node=crowd,
-        memory_bytes=pages * page // crowd,
-        memory_bandwidth_bytes_per_s=max(rates),
-        memory_by_bytes=fit_curve(ARRAYS, rates, max(rates)),
-        call_s=found.call_s,
+        memory_bytes=device_bytes,
+        reserved_bytes=min(found.resident_bytes, device_bytes // MOST_RESERVED),
+        memory_bandwidth_bytes_per_s=memory,
+        memory_by_bytes=by_bytes,
+        call_s=call_s,
         compute=rates_of | {"float32": compute},
         node=link,
         network=link,
@@ -257,30 +279,48 @@ def typical(times: Sequence[float]) -> float:
 # -- on the ranks ---------------------------------------------------------------------------------
 
 
+def resident(mesh: Mesh) -> int:
+    """Return the most memory that a rank holds now."""
+    return int(slowest(mesh, [float(resident_bytes())])[0])
+
+
 def time_layers(mesh: Mesh, cases: Sequence[Case]) -> list[Timed]:
     """Time layers forward and backward, on all ranks at once."""
+    times = _in_turn(mesh, [_step(case) for case in cases])
     found = []
-    for case in cases:
-        layer, tensors = _build(case)
-        forward: list[float] = []
-        backward: list[float] = []
+    for case, both in zip(cases, times, strict=True):
+        forward, backward = zip(*both, strict=True)
+        seconds = typical(forward), typical(backward)
+        found.append(Timed(case.flops, case.mean_channels, *seconds))
+    return found
 
-        def step(layer: Any = layer, tensors: Any = tensors) -> tuple[float, float]:
-            start = time.perf_counter()
-            y = layer(*tensors)
-            middle = time.perf_counter()
-            torch.autograd.grad(y, tensors, y.detach())
-            return middle - start, time.perf_counter() - middle
 
-        mesh.agree("calibrate")
-        step()
-        began = time.perf_counter()
-        while len(forward) < 5 or time.perf_counter() - began < SECONDS:
-            there, back = step()
-            forward.append(there)
-            backward.append(back)
-        channels = sqrt(case.channels * case.filters)
-        found.append(Timed(case.flops, channels, typical(forward), typical(backward)))
+def _step(case: Case) -> Callable[[], tuple[float, float]]:
+    """Return a function that runs a layer, and returns the seconds of forward and backward."""
+    layer, tensors = _build(case)
+
+    def step() -> tuple[float, float]:
+        start = time.perf_counter()
+        y = layer(*tensors)
+        middle = time.perf_counter()
+        torch.autograd.grad(y, tensors, y.detach())
+        return middle - start, time.perf_counter() - middle
+
+    return step
+
+
+def _in_turn(mesh: Mesh, calls: Sequence[Callable[[], Found]]) -> list[list[Found]]:
+    """Make calls for SECONDS each, in ROUNDS, on all ranks at once; the first ones do not count."""
+    found: list[list[Found]] = [[] for _ in calls]
+    for call in calls:
+        call()
+    for _ in range(ROUNDS):
+        for call, some in zip(calls, found, strict=True):
+            mesh.agree("calibrate")
+            began = time.perf_counter()
+            some.append(call())
+            while time.perf_counter() - began < SECONDS / ROUNDS:
+                some.append(call())
     return found
 
 
@@ -297,20 +337,20 @@ def _build(case: Case) -> tuple[Callable[..., Tensor], tuple[Tensor, Tensor]]:
 
 def time_arrays(mesh: Mesh, sizes: Sequence[int]) -> tuple[float, list[float]]:
     """Time a call on next to nothing, and calls that read and write so many bytes."""
+    touch, *found = (typical(some) for some in _in_turn(mesh, [_add(n) for n in (8, *sizes)]))
+    return touch, found
 
-    def timed(size: int) -> float:
-        x = torch.randn(max(size // 8, 1))
-        out = torch.empty_like(x)
-        mesh.agree("calibrate")
-        times: list[float] = []
-        began = time.perf_counter()
-        while len(times) < 5 or time.perf_counter() - began < SECONDS:
-            start = time.perf_counter()
-            torch.add(x, 1.0, out=out)
-            times.append(time.perf_counter() - start)
-        return typical(times)
 
-    return timed(8), [timed(size) for size in sizes]
+def _add(size: int) -> Callable[[], float]:
+    x = torch.randn(max(size // 8, 1))
+    out = torch.empty_like(x)
+
+    def add() -> float:
+        start = time.perf_counter()
+        torch.add(x, 1.0, out=out)
+        return time.perf_counter() - start
+
+    return add
 
 
 def time_messages(mesh: Mesh, sizes: Sequence[int]) -> list[float]:
@@ -355,36 +395,52 @@ def time_hidden(mesh: Mesh) -> float:
     buffer, square = torch.zeros(1_000_000), torch.randn(384, 384)
 
     def together(products: int, sums: bool) -> float:
-        times: list[float] = []
-        for _ in range(12):
-            mesh.agree("calibrate")
-            start = time.perf_counter()
-            work = mesh.sum(buffer, group, layer="calibrate", wait=False) if sums else None
-            for _ in range(products):
-                torch.mm(square, square)
-            mesh.finish(work, group, layer="calibrate")
-            times.append(time.perf_counter() - start)
-        return typical(times[2:])
+        mesh.agree("calibrate")
+        start = time.perf_counter()
+        work = mesh.sum(buffer, group, layer="calibrate", wait=False) if sums else None
+        for _ in range(products):
+            torch.mm(square, square)
+        mesh.finish(work, group, layer="calibrate")
+        return time.perf_counter() - start
 
-    alone, one = together(0, True), together(8, False) / 8
-    count = int(mesh.total([alone / one], layer="calibrate")[0] / mesh.size) + 1
-    compute = together(count, False)
-    hidden = (alone + compute - together(count, True)) / min(alone, compute)
+    def times(*ways: tuple[int, bool]) -> list[float]:
+        rounds = [[together(*way) for way in ways] for _ in range(12)]
+        return [typical(some) for some in zip(*rounds[2:], strict=True)]
+
+    alone, one = times((0, True), (8, False))
+    count = int(mesh.total([8 * alone / one], layer="calibrate")[0] / mesh.size) + 1
+    alone, compute, both = times((0, True), (count, False), (count, True))
+    hidden = (alone + compute - both) / min(alone, compute)
     return min(max(hidden, 0.0), 1.0)
 
 
 def _timed_together(
     mesh: Mesh, sizes: Sequence[int], prepare: Callable[[int], Callable[[], Any]]
 ) -> list[float]:
-    """Time calls that all ranks make equally often."""
-    found = []
-    for size in sizes:
-        call = prepare(size)
-        times: list[float] = []
-        for _ in range(60 if size < 1_000_000 else 20):
-            mesh.agree("calibrate")
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-        found.append(typical(times[2:]))
+    """Time calls that all ranks make equally often, in rounds over all sizes.
+
+    As long as the first rank's times do not grow with the size, there are more rounds.
+    """
+    calls = [prepare(size) for size in sizes]
+    times: list[list[float]] = [[] for _ in sizes]
+    found: list[float] = []
+    for _ in range(TRIES):
+        for _ in range(ROUNDS):
+            for size, call, some in zip(sizes, calls, times, strict=True):
+                some.extend(_in_a_row(mesh, call, 12 if size < 1_000_000 else 4))
+        found = [typical(some) for some in times]
+        again = mesh.rank == 0 and not grows(sizes, found)
+        if not mesh.total([float(again)], layer="calibrate")[0]:
+            break
     return found
+
+
+def _in_a_row(mesh: Mesh, call: Callable[[], Any], count: int) -> list[float]:
+    """Return the seconds of so many calls, one before them left out."""
+    times = []
+    for _ in range(1 + count):
+        mesh.agree("calibrate")
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return times[1:]

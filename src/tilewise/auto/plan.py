@@ -331,8 +331,11 @@ def keep(machine: Machine, ranks: int, backend: str) -> None:
 
 
 def fits_here(machine: Machine, spread: str) -> bool:
-    """Whether a kept machine was measured on such processors and hosts with these versions."""
-    return machine.sources.get(CONDITIONS) == conditions(spread)
+    """Whether a kept machine was measured on such processors and hosts with these versions.
+
+    What nothing can be is measured again.
+    """
+    return machine.believable and machine.sources.get(CONDITIONS) == conditions(spread)
 
 
 def device_of(model: nn.Module | None) -> torch.device:

@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tilewise.auto.calibrate import Measured, machine_of
+from tilewise.auto.calibrate import BY_CHANNELS, BY_FLOPS, Measured, machine_of
 from tilewise.auto.calibrate import calibrate as measure
 from tilewise.auto.plan import keep
 from tilewise.auto.tell import hosts
@@ -65,20 +66,28 @@ def calibrate(
             print(f"also written to {output}")
 
 
+def _best(machine: Machine, kind: str) -> float:
+    """Return the highest rate, in operations a second, of the layers that are measured."""
+    cases = [*BY_FLOPS[kind], *BY_CHANNELS[kind]]
+    flops = np.array([case.flops for case in cases])
+    channels = np.array([case.mean_channels for case in cases])
+    return float((flops / machine.arithmetic_s(kind, "float32", flops, channels)).max())
+
+
 def _show(machine: Machine) -> None:
     compute = machine.compute["float32"]
-    table = Table(title=f"machine {machine.name}")
+    table = Table(title=f"rates of {machine.name}")
     table.add_column("measured")
     table.add_column("found", justify="right")
     table.add_column("typical error of the fit", justify="right")
-    gigaflops = f"{compute.peak_flops_per_s / 1e9:.0f} GFLOP/s at best"
     memory = f"{machine.memory_bandwidth_bytes_per_s / 1e9:.1f} GB/s"
     rate = machine.node.bandwidth_bytes_per_s / 1e9
     link = f"{1e6 * machine.node.latency_s:.0f} µs, {rate:.2f} GB/s"
     sums = f"{machine.all_reduce.efficiency:.2f} times that bandwidth"
-    said = {"memory": memory, "messages": link, "sums": sums}
+    said = {kind: f"{_best(machine, kind) / 1e9:.0f} GFLOP/s at best" for kind in BY_FLOPS}
+    said |= {"memory": memory, "messages": link, "sums": sums}
     for name, error in machine.fit_errors.items():
-        table.add_row(name, said.get(name, gigaflops), f"{error:.0%}")
+        table.add_row(name, said[name], f"{error:.0%}")
     for name, rates in machine.compute.items():
         if name != "float32":
             share = rates.peak_flops_per_s / compute.peak_flops_per_s

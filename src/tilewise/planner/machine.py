@@ -25,6 +25,8 @@ from tilewise.ops.kept import folder
 Floats = NDArray[np.float64]
 PRESETS = Path(__file__).parent / "machines"
 LOCAL = "local"
+FASTEST = 1e15
+"""Bytes a second that nothing moves: a rate above was never measured."""
 
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -192,6 +194,12 @@ class Machine(_Part):
         """Return the seconds in which a device reads and writes so many bytes of its memory."""
         return moved_bytes / (self.memory_bandwidth_bytes_per_s * self.memory_by_bytes(moved_bytes))
 
+    @property
+    def believable(self) -> bool:
+        """Whether its links and its memory can be as fast as it says."""
+        links = (self.node.bandwidth_bytes_per_s, self.network.bandwidth_bytes_per_s)
+        return max(*links, self.memory_bandwidth_bytes_per_s) < FASTEST
+
     @cached_property
     def measured(self) -> dict[tuple[str, str, tuple[tuple[int, ...], ...], str], LayerTime]:
         """The table of measured layers by kind, dtype, shapes and options."""
@@ -269,4 +277,10 @@ def load_machine(machine: str | Path | Machine, *, devices: int = 2) -> Machine:
         json.loads(text)
     except (ValueError, OSError) as error:
         raise MachineError(f"machine {path}: this is not JSON: {error}") from error
-    return Machine.from_json(text, where=f"machine {path}")
+    found = Machine.from_json(text, where=f"machine {path}")
+    if machine == LOCAL and not found.believable:
+        raise MachineError(
+            f"machine {path}: it was too busy to be measured; run tilewise calibrate "
+            f"--ranks {devices} again"
+        )
+    return found
