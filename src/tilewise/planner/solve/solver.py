@@ -47,6 +47,9 @@ FEW, TRYING, HEAVY = 16, 0.15, 1 << 24
 """How many candidates of each variable to try together, in which part of the time left, and how
 many sums an exact minimum of all would have to look at for that, and for looking for good weights
 before all candidates are bounded, to be worth while."""
+POOR, LONGER = 1.1, 2
+"""How many times the bound the best assignment takes for more to be tried, and in how many times as
+much of the time."""
 AIM, LEAST = 0.25, 0.01
 """Up to which part of the gap above the bound, and of the bound, to enumerate at once: where no
 good assignment is known, most of what is below the best one is not worth looking at."""
@@ -237,7 +240,7 @@ class Solver:
                 break
             gained = self.bound > before[0] * (1 + 1e-4) or self.seconds < before[1] * (1 - 1e-4)
             idle = 0 if gained and moved else idle + 1
-            if self._branch():
+            if self._branch(LITTLE):
                 break
             if idle < self._patience():
                 continue
@@ -245,7 +248,7 @@ class Solver:
                 if not self._grows or not self._live.grow(max(self._end, self.deadline)):
                     break
                 self._keep([np.ones(k, bool) for k in self._live.sizes])
-            elif self.width > self._widest:
+            elif self._branch(WORK) or self.width > self._widest:
                 break
             elif not self._search(self.width) and not self.ended:
                 if self.width == self._widest:
@@ -336,7 +339,8 @@ class Solver:
         if self._low is not None:
             bounds = [np.maximum(*both) for both in zip(self._low, bounds, strict=True)]
         tuned = self.weights
-        if self._live.whole and self._work > HEAVY and max(self._live.sizes) > FEW + 1:
+        worthwhile = self._work > HEAVY or self._poor
+        if self._live.whole and worthwhile and max(self._live.sizes) > FEW + 1:
             tuned = self._try_few(bounds)
         self._live.lean(decoded, 1.5 / (3.0 + self.statistics["rounds"]))
         limit = min(self.seconds, self._live.slowest() if np.isinf(self.seconds) else np.inf)
@@ -354,6 +358,11 @@ class Solver:
             proposed = self.weights.toward(proposed, float(self._random.uniform(0.1, 0.9)))
         relaxation.reweigh(proposed)
         return proposed != weights
+
+    @property
+    def _poor(self) -> bool:
+        """Whether the best assignment of those that fit a cap is far from the bound."""
+        return self.cap is not None and self.seconds > POOR * self.bound
 
     def _spare(self) -> None:
         """Look for any assignment that fits, where bytes count more and more."""
@@ -380,7 +389,7 @@ class Solver:
         if tried == self._tried or left <= 0 or self.ended:
             return self.weights
         self._tried = tried
-        weights, better = self._among(self, few, TRYING * left)
+        weights, better = self._among(self, few, (LONGER if self._poor else 1) * TRYING * left)
         if better is not None:
             self.descend(better)
         if len(weights.byte) > self.problem.sums:
@@ -460,9 +469,12 @@ class Solver:
     def _choice(self, places: Sequence[int]) -> list[int]:
         return [int(c[k]) for c, k in zip(self._live.candidates, places)]
 
-    def _branch(self) -> bool:
-        """Split what is left into ever smaller parts; say whether it was little enough for that."""
-        if not (self._live.whole and self._exact and self._work <= LITTLE):
+    def _branch(self, most: int) -> bool:
+        """Split what is left into ever smaller parts, if an exact minimum is at most so much work.
+
+        Returns whether it was.
+        """
+        if not (self._live.whole and self._exact and self._work <= most):
             return False
         entries = sum(len(one.first_labels) * len(one.second_labels) for one in self._live.links)
         if entries * (3 + self.problem.sums) > TABLED:
