@@ -105,7 +105,8 @@ class Found:
 
     def _solve(self, hints: Sequence[tuple[int, ...]]) -> Limited:
         """Find the fastest plan whose peak fits: the fastest of all, if that one does."""
-        problem, deadline = self.formulation.problem, time.monotonic() + self.time_limit
+        limit = self.time_limit - min(self.time_limit * LOOK, LONGEST_LOOK)
+        problem, deadline = self.formulation.problem, time.monotonic() + limit
         fitting: list[tuple[int, ...]] = []
 
         def fits(choice: tuple[int, ...]) -> bool:
@@ -115,10 +116,10 @@ class Found:
             return False
 
         timed = self.formulation.timed
-        free = self._lighter(solve(timed, time_limit=self.time_limit, hints=hints, worth=fits))
+        free = self._lighter(solve(timed, time_limit=limit, hints=hints, worth=fits))
         self.short = not fits(free.choice)
         left = deadline - time.monotonic()
-        if not (self.short or free.optimal) and left > self.time_limit / 2:
+        if not (self.short or free.optimal) and left > limit / 2:
             # little time went into it, as it did not seem to fit
             free = self._lighter(solve(timed, time_limit=left, hints=[free.choice, *hints]))
             self.short = not fits(free.choice)
