@@ -261,6 +261,11 @@ def test_every_way_is_chosen_as_good_or_left_out_for_a_reason(found: Found, shor
     assert sorted(gone + as_good) == sorted(every)
     assert ("no plan with it fits in memory" in groups) == short
     assert all(one.reason for some in groups.values() for one in some)
+    for way in ways:
+        assert (way.peak_bytes is not None) == (way.exact and np.isfinite(way.step_seconds))
+        assert way.peak_bytes is None or way.peak_bytes <= found.memory_bytes
+    (peak,) = [way.peak_bytes for way in ways if way.chosen]
+    assert peak == found.peak_bytes
     before = found.left_out("wide")
     assert before == {rule: groups[rule] for rule in before}
     assert set(groups) - set(before) <= {

@@ -86,7 +86,7 @@ def show_alternatives(
     if owner != layer:
         title = f"{layer} is split as {owner}: " + title.removeprefix(f"{layer}: ")
     table = Table(title=title, box=SIMPLE_HEAD, padding=0, pad_edge=False)  # for 80 columns
-    for name in ("degrees", "step", "more", *KINDS, "held", "decides"):
+    for name in ("degrees", "step", "more", *KINDS, "peak", "decides"):
         justify: JustifyMethod = "left" if name in ("degrees", "decides") else "right"
         table.add_column(name, justify=justify, no_wrap=name != "degrees")
     fitting = [one for one in alternatives if isfinite(one.step_seconds)]
@@ -94,6 +94,7 @@ def show_alternatives(
     shown += [one for one in fitting[MOST_ALTERNATIVES:] if one.chosen]  # bounds may sort before it
     for one in shown:
         bound, seconds = "" if one.exact else "≥ ", one.step_seconds
+        peak = found.peak_bytes if one.chosen else one.peak_bytes
         if one.chosen and not one.exact:  # the plan itself is known to have it
             bound, seconds = "≤ ", found.step_seconds
         table.add_row(
@@ -101,7 +102,7 @@ def show_alternatives(
             bound + milliseconds(seconds),
             f"{round(seconds / found.step_seconds - 1, 3) + 0.0:+.1%}",
             *(milliseconds(getattr(one, f"{kind}_s")) for kind in KINDS),
-            size(one.held_bytes),
+            "–" if peak is None else size(peak),
             one.decides,
         )
     console.print(table)
@@ -113,7 +114,7 @@ def show_alternatives(
         + "≤ the plan's own step, which is not proven best; " * unproven
         + "less than the plan: a faster one was found while pricing, search longer; " * bool(less)
         + "compute to sync: of this layer and those that follow it (its norm, its activation), "
-        "halos before any of them hides behind compute; held: what these keep for backward; "
+        "halos before any of them hides behind compute; peak: the memory of that step; "
         "decides: the largest of these costs, sums of gradients as far as the plan's do not hide "
         "behind backward"
     )

@@ -27,6 +27,7 @@ class Alternative:
         step_seconds: the best step with it when all other layers re-optimise; a lower bound
             where not `exact`; infinite where no plan with it fits.
         exact: whether that is proven.
+        peak_bytes: the memory of a plan that takes `step_seconds`; None where none is known.
         chosen: whether the plan has it.
         compute_s, halo_s, exchange_s, sync_s: the layer's own costs, with its followers'.
         waiting_s: what of sync_s does not hide behind backward, as in the plan.
@@ -39,6 +40,7 @@ class Alternative:
     recompute: bool
     step_seconds: float
     exact: bool
+    peak_bytes: int | None
     chosen: bool
     compute_s: float
     halo_s: float
@@ -92,6 +94,7 @@ def alternatives(
                 bool(some.again[index]),
                 float(prices.seconds[index]),
                 bool(prices.exact[index]),
+                int(prices.peaks[index]) or None if prices.exact[index] else None,
                 index == choice[variable],
                 _again(costs, "compute_forward") + _total(costs, "compute_backward", "optimizer"),
                 _again(costs, "halo_forward") + _total(costs, "halo_backward"),

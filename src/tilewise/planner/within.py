@@ -85,21 +85,24 @@ class Limited:
         # nothing is faster than what is proven of all plans
         seconds = np.where(none, inf, np.maximum(prices.seconds, self.solution.bound))
         alone, held = np.full(len(seconds), inf), prices.alone_bytes.copy()
-        found = alone.copy()
+        found, peaks = alone.copy(), np.zeros(len(seconds), np.int64)
         for index in which:
             choice = (*solution.choice[:variable], index, *solution.choice[variable + 1 :])
             held[index] = peak_bytes(self.sums.found, choice)
             if held[index] <= self.limit:
                 alone[index] = found[index] = prices.alone[index]
+                peaks[index] = held[index]
             if prices.found[index] < found[index] and index in prices.plans:
                 plan = prices.plans[index]
-                if peak_bytes(self.sums.found, plan) <= self.limit:
-                    found[index] = prices.found[index]
+                peak = peak_bytes(self.sums.found, plan)
+                if peak <= self.limit:
+                    found[index], peaks[index] = prices.found[index], peak
         exact = np.isinf(seconds) | (found * (1.0 - 2.0 * TOLERANCE) <= seconds)
         if solution.optimal:
             seconds[chosen], exact[chosen] = solution.seconds, True
         seconds = np.where(exact & np.isfinite(found), found, seconds)
-        return Prices(seconds, np.where(exact, seconds, found), exact, alone, held)
+        found = np.where(exact, seconds, found)
+        return Prices(seconds, found, exact, alone, held, peaks=peaks)
 
 
 class Within:

@@ -52,6 +52,7 @@ class Prices:
             does not fit.
         alone_bytes: the memory if only this variable is changed.
         plans: assignments that take `found`, where more than this variable is changed.
+        peaks: the memory of an assignment that takes `found`, where that was looked at, else 0.
     """
 
     seconds: Floats
@@ -60,6 +61,7 @@ class Prices:
     alone: Floats
     alone_bytes: Ints
     plans: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    peaks: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 def price(
