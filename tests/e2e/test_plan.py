@@ -80,7 +80,7 @@ def test_json_has_the_promised_keys_and_the_plan_loads(
     assert re.search(r"proven in [0-9.]+ s \(--price-limit\)\nwritten to .*plan.json\n", shown)
     line = " ".join(shown.split())
     for text in ("compute does not hide it", "owt (one weird trick)",
-                 "held: what these keep for backward", "features.1 is split as features.0",
+                 "peak: the memory of that step", "features.1 is split as features.0",
                  "all keep the pins",
                  "has 14.9 GiB only: this plans for larger ones"):  # fmt: skip
         assert text in line
