@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -110,12 +110,16 @@ def test_one_rank_has_sums_too() -> None:
 
 
 def times_that_grow_late(mesh: Mesh) -> tuple[int, list[float]]:
-    """Let all sizes take equally long in the first rounds; returns how many tries there were."""
-    tries = 0
+    """Let all sizes take equally long in the first rounds; returns how many tries there were.
+
+    By a clock that only calls advance.
+    """
+    tries, now = 0, 0.0
 
     def prepare(size: int) -> Any:
         def call() -> None:
-            time.sleep(1e-4 + (size / 2e9 if tries else 0.0))
+            nonlocal now
+            now += 1e-4 + (size / 2e9 if tries else 0.0)
 
         return call
 
@@ -124,7 +128,11 @@ def times_that_grow_late(mesh: Mesh) -> tuple[int, list[float]]:
         tries += 1
         return tries > 2
 
-    with mock.patch("tilewise.auto.calibrate.grows", looked):
+    clock = SimpleNamespace(perf_counter=lambda: now)
+    with (
+        mock.patch("tilewise.auto.calibrate.grows", looked),
+        mock.patch("tilewise.auto.calibrate.time", clock),
+    ):
         times = _timed_together(mesh, MESSAGES, prepare)
     return tries, times
 

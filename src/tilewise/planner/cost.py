@@ -9,7 +9,7 @@ optimizer   reading and writing blocks and states
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import prod, sqrt
 
@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 
 from tilewise.errors import PlanError
 from tilewise.graph.graph import Node, Value
-from tilewise.graph.sync import ALONE_BYTES
 from tilewise.planner.candidates import LETTERS
 from tilewise.planner.forms import Form, Swap
 from tilewise.planner.layouts import Layouts
 from tilewise.planner.machine import Machine
-from tilewise.planner.price import link_s, sum_s
+from tilewise.planner.price import link_s
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -401,60 +400,6 @@ def mean_channels(node: Node, operands: Sequence[Sequence[int]], out: Sequence[i
 def memory_s(machine: Machine, moved_bytes: Floats) -> Floats:
     """Return the seconds of a call that only reads and writes so many bytes."""
     return np.where(moved_bytes > 0, machine.call_s + machine.traffic_s(moved_bytes), 0.0)
-
-
-@dataclass(frozen=True)
-class Buckets:
-    """How gradients are summed (see graph/sync.py), as far as that is alike under all plans.
-
-    `late` are the parameters of the bucket that is complete when backward is done: their sums hide
-    behind nothing. Those in `alone` are summed one by one as long as their blocks are large; all
-    others of a bucket together have `small_bytes`.
-    """
-
-    late: Collection[str]
-    alone: Collection[str]
-    small_bytes: int
-
-
-def add_parameters(
-    cost: NodeCost, blocks: Sequence[Block], setting: Setting, buckets: Buckets
-) -> None:
-    """Add gradient sums, the optimizer and what is held for blocks of parameters.
-
-    Those that are not trained are only held.
-    """
-    for block in blocks:
-        cost.block_bytes += block.elements * setting.itemsize
-    blocks = [block for block in blocks if block.parameter.trained]
-    if not blocks:
-        return
-    total = sum((block.elements for block in blocks), np.zeros_like(cost.sync))
-    held = total * setting.itemsize
-    sharers = np.max([block.sharers for block in blocks], axis=0).astype(np.float64)
-    for block in blocks:
-        add_sum(cost, block, setting, buckets)
-    cost.optimizer += memory_s(setting.machine, held * (3 + 2 * setting.states))
-    cost.trained_bytes += held
-    largest = np.max([block.elements for block in blocks], axis=0) * setting.itemsize
-    # while a gradient is summed there is a copy of it, and afterwards the optimizer's temporaries
-    copies = np.maximum(TEMPORARIES[setting.optimizer], sharers > 1)
-    cost.copy_bytes[:] = np.maximum(cost.copy_bytes, copies * largest)
-
-
-def add_sum(cost: NodeCost, block: Block, setting: Setting, buckets: Buckets) -> None:
-    """Add the sum of a gradient, or its share of what is summed together."""
-    name, ranks = str(block.parameter.source), block.sharers.astype(np.float64)
-    summed = np.where(ranks > 1, (block.elements + 1) * setting.itemsize, 0.0)
-    # samples and space are the slowest axes, so whoever shares a block reaches over all devices
-    span = np.where(ranks > 1, float(setting.devices), 1.0)
-    alone = (block.elements * setting.itemsize >= ALONE_BYTES) & (name in buckets.alone)
-    together = np.where(alone, summed, np.maximum(summed, buckets.small_bytes))
-    share = summed / np.maximum(together, 1.0)
-    seconds = sum_s(setting.machine, together, ranks, span) * share
-    cost.sync += seconds
-    hidden = 0.0 if name in buckets.late else setting.machine.overlap_sums
-    cost.waiting += seconds * (1.0 - hidden)
 
 
 def swap_s(swap: Swap, setting: Setting, itemsize: int) -> Floats:

@@ -11,7 +11,7 @@ is priced so.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -20,21 +20,29 @@ from numpy.typing import NDArray
 from tilewise.graph.graph import Node
 from tilewise.graph.sync import ALONE_BYTES, BUCKET_BYTES
 from tilewise.layout import Layout
-from tilewise.planner.cost import (
-    Block,
-    Buckets,
-    NodeCost,
-    Setting,
-    add_parameters,
-    add_sum,
-)
+from tilewise.planner.cost import TEMPORARIES, Block, NodeCost, Setting, memory_s
 from tilewise.planner.distinct import distinct_rows
 from tilewise.planner.layouts import Layouts
 from tilewise.planner.moves import MoveCosts
+from tilewise.planner.price import sum_s
 from tilewise.planner.solve import Tie
 
 Ints = NDArray[np.int64]
 Costs = Mapping[str, NodeCost]
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """How gradients are summed (see graph/sync.py), as far as that is alike under all plans.
+
+    `late` are the parameters of the bucket that is complete when backward is done: their sums hide
+    behind nothing. Those in `alone` are summed one by one as long as their blocks are large; all
+    others of a bucket together have `small_bytes`.
+    """
+
+    late: Collection[str]
+    alone: Collection[str]
+    small_bytes: int
 
 
 class Parameters:
@@ -70,7 +78,7 @@ class Parameters:
             for other in others:
                 costs[other].burst_bytes += 2 * held[other].elements * setting.itemsize
         for name, blocks in first.items():
-            add_parameters(costs[name], blocks, setting, buckets)
+            _add_parameters(costs[name], blocks, setting, buckets)
             for block in blocks:
                 shared = len(self.uses[str(block.parameter.source)]) > 1
                 if shared and block.parameter.trained:
@@ -112,6 +120,46 @@ class Parameters:
             labels = distinct_rows(np.concatenate(rows))[1]
             ties.append(Tie(members, tuple(_split(labels, [len(one) for one in rows]))))
         return ties
+
+
+def _add_parameters(
+    cost: NodeCost, blocks: Sequence[Block], setting: Setting, buckets: Buckets
+) -> None:
+    """Add gradient sums, the optimizer and what is held for blocks of parameters.
+
+    Those that are not trained are only held.
+    """
+    for block in blocks:
+        cost.block_bytes += block.elements * setting.itemsize
+    blocks = [block for block in blocks if block.parameter.trained]
+    if not blocks:
+        return
+    total = sum((block.elements for block in blocks), np.zeros_like(cost.sync))
+    held = total * setting.itemsize
+    sharers = np.max([block.sharers for block in blocks], axis=0).astype(np.float64)
+    for block in blocks:
+        _add_sum(cost, block, setting, buckets)
+    cost.optimizer += memory_s(setting.machine, held * (3 + 2 * setting.states))
+    cost.trained_bytes += held
+    largest = np.max([block.elements for block in blocks], axis=0) * setting.itemsize
+    # while a gradient is summed there is a copy of it, and afterwards the optimizer's temporaries
+    copies = np.maximum(TEMPORARIES[setting.optimizer], sharers > 1)
+    cost.copy_bytes[:] = np.maximum(cost.copy_bytes, copies * largest)
+
+
+def _add_sum(cost: NodeCost, block: Block, setting: Setting, buckets: Buckets) -> None:
+    """Add the sum of a gradient, or its share of what is summed together."""
+    name, ranks = str(block.parameter.source), block.sharers.astype(np.float64)
+    summed = np.where(ranks > 1, (block.elements + 1) * setting.itemsize, 0.0)
+    # samples and space are the slowest axes, so whoever shares a block reaches over all devices
+    span = np.where(ranks > 1, float(setting.devices), 1.0)
+    alone = (block.elements * setting.itemsize >= ALONE_BYTES) & (name in buckets.alone)
+    together = np.where(alone, summed, np.maximum(summed, buckets.small_bytes))
+    share = summed / np.maximum(together, 1.0)
+    seconds = sum_s(setting.machine, together, ranks, span) * share
+    cost.sync += seconds
+    hidden = 0.0 if name in buckets.late else setting.machine.overlap_sums
+    cost.waiting += seconds * (1.0 - hidden)
 
 
 def lie_alike(blocks: Collection[Block]) -> list[Ints]:
@@ -162,6 +210,6 @@ def _whole(
         costs[name].exchange_backward += np.where(direct, 0.0, back)
         same = direct.all() and set(sharers.tolist()) <= summed
         if len(found) > 1 and not same:  # the first call's sum is charged with its other ones
-            add_sum(costs[name], found[name], setting, buckets)
+            _add_sum(costs[name], found[name], setting, buckets)
         summed.update(sharers[direct].tolist())
     return found

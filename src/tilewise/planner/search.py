@@ -60,7 +60,7 @@ LOOK, LONGEST_LOOK = 0.05, 2.0
 class Priced:
     """A plan with what it costs, and whether it fits in memory.
 
-    On a frontier `optimal` is whether no plan that needs as little memory is proven to be faster.
+    On a frontier `optimal` is whether it is proven that none with as little memory is faster.
     """
 
     plan: Plan
